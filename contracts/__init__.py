@@ -1,0 +1,1 @@
+"""The execution contract: types, identities, claims, validation, diff and handshake."""

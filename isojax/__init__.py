@@ -1,0 +1,1 @@
+"""Flax policies, weights, audit, reinforcement learning and the command line."""

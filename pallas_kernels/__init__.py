@@ -1,0 +1,1 @@
+"""Regions: JAX primitives with a declared rounding schedule, one folder each."""
