@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array | np.ndarray
 
 
 class LossInputs(NamedTuple):
@@ -17,11 +20,11 @@ class LossInputs(NamedTuple):
     mask: 1 at sampled tokens and 0 at prompt and padding. Values at masked tokens are never used.
     """
 
-    rollout_log_probs: jax.Array
-    reference_log_probs: jax.Array | None
-    advantages: jax.Array
-    weights: jax.Array
-    mask: jax.Array
+    rollout_log_probs: Array
+    reference_log_probs: Array | None
+    advantages: Array
+    weights: Array
+    mask: Array
 
 
 class LossParts(NamedTuple):
@@ -30,12 +33,12 @@ class LossParts(NamedTuple):
     ratio_off_one counts tokens whose ratio is not exactly 1.
     """
 
-    tokens: jax.Array
-    clipped: jax.Array
-    ratio_off_one: jax.Array
-    policy_kl: jax.Array
-    reference_kl: jax.Array
-    weighted_reference_kl: jax.Array
+    tokens: Array | float
+    clipped: Array | float
+    ratio_off_one: Array | float
+    policy_kl: Array | float
+    reference_kl: Array | float
+    weighted_reference_kl: Array | float
 
 
 def grpo_loss(

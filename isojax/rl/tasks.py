@@ -118,7 +118,7 @@ def example_from(values: Any, *, where: str) -> Example:
     if not _fits(key, value):
         form = {"tokens": "a list of token ids", "messages": 'a list of {"role", "content"}'}.get(key, "a string")
         raise BadConfig(field=f"{where}, key {key!r}", found=repr(value)[:80], allowed=form, reason="Wrong type.")
-    prompt = {key: tuple(value) if isinstance(value, list) else value}
+    prompt: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value}
     return Example(**prompt, fields={name: item for name, item in values.items() if name != key})
 
 
