@@ -1,0 +1,206 @@
+"""The JAX primitives that only move data, and how each is written in torch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from bridge.arrays import torch_dtype
+from bridge.translate.emit import Emitter, Value
+
+Handler = Callable[[Emitter, Any, list[Value]], Sequence[Value] | None]
+"""Takes the emitter, the equation and its operands; returns the results, or None for a form it does not cover."""
+
+HANDLERS: dict[str, Handler] = {}
+
+
+def _handles(*names: str) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return register
+
+
+def _is_exact(dtype: Any) -> bool:
+    return np.dtype(dtype).kind in "iub"
+
+
+@_handles("reshape")
+def _reshape(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    if equation.params["dimensions"] is not None:
+        return None
+    return [emitter.reshape(emitter.node(operands[0]), equation.outvars[0].aval.shape)]
+
+
+@_handles("squeeze")
+def _squeeze(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    return [emitter.reshape(emitter.node(operands[0]), equation.outvars[0].aval.shape, name="squeeze")]
+
+
+@_handles("transpose")
+def _transpose(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    order = list(equation.params["permutation"])
+    return [emitter.call(torch.permute, emitter.node(operands[0]), order, name="permute")]
+
+
+@_handles("rev")
+def _reverse(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    return [emitter.call(torch.flip, emitter.node(operands[0]), list(equation.params["dimensions"]), name="flip")]
+
+
+@_handles("broadcast_in_dim")
+def _broadcast(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    shape, kept = equation.outvars[0].aval.shape, equation.params["broadcast_dimensions"]
+    source = equation.invars[0].aval.shape
+    # First every dimension in its place, new ones of size 1, then the stretch.
+    aligned = [source[kept.index(axis)] if axis in kept else 1 for axis in range(len(shape))]
+    x = emitter.node(operands[0])
+    if tuple(aligned) != tuple(source):
+        x = emitter.reshape(x, aligned, name="unsqueeze")
+    if tuple(aligned) != tuple(shape):
+        x = emitter.call(torch.broadcast_to, x, emitter.dimensions.sizes(shape), name="broadcast")
+    return [x]
+
+
+def _cut(
+    emitter: Emitter, x: fx.Node, shape: Sequence[Any], starts: Sequence[Any], ends: Sequence[Any], steps: Sequence[int]
+) -> fx.Node:
+    size = emitter.dimensions.size
+    for axis, (whole, start, end, step) in enumerate(zip(shape, starts, ends, steps, strict=True)):
+        if step != 1:
+            x = emitter.call(torch.ops.aten.slice.Tensor, x, axis, size(start), size(end), step, name="slice")
+        elif start != 0 or end != whole:
+            x = emitter.call(torch.narrow, x, axis, size(start), size(end - start), name="narrow")
+    return x
+
+
+@_handles("slice")
+def _slice(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    starts, ends = equation.params["start_indices"], equation.params["limit_indices"]
+    steps = equation.params["strides"] or (1,) * len(starts)
+    return [_cut(emitter, emitter.node(operands[0]), equation.invars[0].aval.shape, starts, ends, steps)]
+
+
+@_handles("dynamic_slice")
+def _dynamic_slice(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    shape, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
+    if not all(isinstance(start, np.ndarray) for start in operands[1:]):
+        return None
+    starts = [
+        min(max(int(start), 0), whole - length) if isinstance(whole, int) and isinstance(length, int) else int(start)
+        for start, whole, length in zip(operands[1:], shape, sizes, strict=True)
+    ]
+    ends = [start + length for start, length in zip(starts, sizes, strict=True)]
+    return [_cut(emitter, emitter.node(operands[0]), shape, starts, ends, (1,) * len(starts))]
+
+
+@_handles("split")
+def _split(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    sizes, axis = emitter.dimensions.sizes(equation.params["sizes"]), equation.params["axis"]
+    parts = emitter.call(torch.split, emitter.node(operands[0]), sizes, axis, name="split")
+    return emitter.items(parts, [f"split_{index}" for index in range(len(sizes))])
+
+
+@_handles("concatenate")
+def _concatenate(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    parts = [emitter.node(operand) for operand in operands]
+    return [emitter.call(torch.cat, parts, equation.params["dimension"], name="cat")]
+
+
+@_handles("gather")
+def _gather(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    """Whole rows along one axis: `x[ids]`, `jnp.take(x, ids, axis)`. torch raises for an id out of range."""
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape, ids_shape = equation.invars[0].aval.shape, equation.invars[1].aval.shape
+    if numbers.operand_batching_dims or len(numbers.start_index_map) != 1 or ids_shape[-1] != 1:
+        return None
+    axis, id_rank = numbers.start_index_map[0], len(ids_shape) - 1
+    whole_rows = tuple(1 if index == axis else size for index, size in enumerate(shape))
+    # The ids' own dimensions must take the axis' place, as index_select lays them out.
+    offsets = tuple(range(axis)) + tuple(range(axis + id_rank, len(shape) - 1 + id_rank))
+    if numbers.collapsed_slice_dims != (axis,) or tuple(sizes) != whole_rows or numbers.offset_dims != offsets:
+        return None
+    ids = emitter.reshape(emitter.node(operands[1]), (int(np.prod(ids_shape[:-1])) if id_rank == 0 else -1,), "ids")
+    rows = emitter.call(torch.index_select, emitter.node(operands[0]), axis, ids, name="rows")
+    return [rows if id_rank == 1 else emitter.reshape(rows, equation.outvars[0].aval.shape)]
+
+
+@_handles("select_n")
+def _select(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    if len(operands) != 3 or equation.invars[0].aval.dtype != np.bool_:
+        return None
+    which, when_false, when_true = map(emitter.node, operands)
+    return [emitter.call(torch.where, which, when_true, when_false, name="where")]
+
+
+@_handles("iota")
+def _iota(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    shape, axis = equation.outvars[0].aval.shape, equation.params["dimension"]
+    if not _is_exact(equation.params["dtype"]):
+        return None
+    if len(shape) == 1 and isinstance(shape[0], int):
+        return [np.arange(shape[0], dtype=equation.params["dtype"])]
+    size, dtype = emitter.dimensions.size(shape[axis]), torch_dtype(equation.params["dtype"])
+    x = emitter.call(torch.arange, size, dtype=dtype, device=emitter.device, name="arange")
+    if len(shape) > 1:
+        x = emitter.reshape(x, [shape[axis] if index == axis else 1 for index in range(len(shape))], "unsqueeze")
+        x = emitter.call(torch.broadcast_to, x, emitter.dimensions.sizes(shape), name="broadcast")
+    return [x]
+
+
+@_handles("convert_element_type")
+def _convert(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    new, old = np.dtype(equation.params["new_dtype"]), np.dtype(equation.invars[0].aval.dtype)
+    if new == old:
+        return [operands[0]]
+    if not (_is_exact(new) and _is_exact(old)):
+        return None
+    if isinstance(operands[0], np.ndarray):
+        return [operands[0].astype(new)]
+    return [emitter.method("to", operands[0], torch_dtype(new), name="to")]
+
+
+@_handles("copy", "copy_p", "optimization_barrier", "name", "stop_gradient", "pvary")
+def _same(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    return operands
+
+
+# Exact on integers and booleans only: on floats they round, and rounding belongs in a region.
+_INTEGER_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "add": (torch.add, np.add),
+    "sub": (torch.sub, np.subtract),
+    "mul": (torch.mul, np.multiply),
+    "lt": (torch.lt, np.less),
+    "le": (torch.le, np.less_equal),
+    "gt": (torch.gt, np.greater),
+    "ge": (torch.ge, np.greater_equal),
+    "eq": (torch.eq, np.equal),
+    "ne": (torch.ne, np.not_equal),
+    # On booleans the bitwise primitives are the logical ones.
+    "and": (torch.logical_and, np.logical_and),
+    "or": (torch.logical_or, np.logical_or),
+    "not": (torch.logical_not, np.logical_not),
+}
+
+
+@_handles(*_INTEGER_FUNCTIONS)
+def _integer(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    name = equation.primitive.name
+    kinds = {np.dtype(operand.aval.dtype).kind for operand in equation.invars}
+    allowed = "b" if name in ("and", "or", "not") else "iu"
+    if not kinds <= set(allowed):
+        return None
+    in_torch, in_numpy = _INTEGER_FUNCTIONS[name]
+    if all(isinstance(operand, np.ndarray) for operand in operands):
+        return [np.asarray(in_numpy(*operands))]
+    if isinstance(operands[0], np.ndarray) and name in ("add", "mul"):
+        operands = operands[::-1]
+    # A scalar constant stays a plain number in the printed graph.
+    arguments = [
+        operand.item() if isinstance(operand, np.ndarray) and operand.ndim == 0 and index else emitter.node(operand)
+        for index, operand in enumerate(operands)
+    ]
+    return [emitter.call(in_torch, *arguments, name=name)]
