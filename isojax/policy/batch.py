@@ -16,7 +16,8 @@ class PackedBatch(NamedTuple):
 
     tokens: int32 ids. positions: int32, a token's index in its own sequence; a sequence is contiguous and starts at
     position 0. segment_ids: int32 index of the sequence in the order given to `pack`, -1 on padding. targets: int32,
-    the next token of the same sequence (0 where there is none). mask: bool, true where the target is a completion token.
+    the next token of the same sequence, 0 where there is none. mask: bool, true where the target is a completion
+    token.
     Padding rows have token 0, position 0 and segment -1; they attend to themselves only and are inert.
     """
 
@@ -49,9 +50,11 @@ def pack(
     lengths = [len(sequence) for sequence in sequences]
     if not lengths or min(lengths) == 0:
         raise EmptyBatch(
-            field="sequences", found=lengths, allowed="at least one sequence, each of at least one token",
+            field="sequences",
+            found=lengths,
+            allowed="at least one sequence, each of at least one token",
             reason="There is nothing to run the policy on.",
-        )  # fmt: skip
+        )
     if max_position is not None and max(lengths) > max_position:
         raise PromptTooLong(
             field=f"sequences[{int(np.argmax(lengths))}]",

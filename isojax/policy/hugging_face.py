@@ -6,95 +6,7 @@ from typing import Any
 
 from contracts.errors import BadConfig, UnsupportedModel
 from isojax.policy.config import ARCHITECTURE_OF_FAMILY, EXPORTED_ARCHITECTURE, Family, PolicyConfig, RopeConfig
-
-# Read below, in `from_hugging_face`.
-_READ = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "attention_bias",
-        "tie_word_embeddings",
-        "initializer_range",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "isojax",
-    ]
-)
-# Names, caches, training-time and bookkeeping fields: no bit of a forward depends on them.
-_HARMLESS = frozenset(
-    [
-        "_name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "return_dict",
-        "id2label",
-        "label2id",
-        "is_llama_config",
-        "transformers.js_config",
-        "max_window_layers",
-        "unsloth_fixed",
-        "unsloth_version",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "license",
-        "model_name",
-    ]
-)
-# Fields that change the forward, with the values under which they don't.
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu",), "The SwiGLU region is the only activation that isojax implements exactly."),
-    "mlp_bias": ((False,), "The policy's feed-forward layers have no bias."),
-    "pretraining_tp": ((1, None), "Slicing the linear layers changes the order of their sums."),
-    "quantization_config": ((None,), "Quantised weights have no exact counterpart in the trainer."),
-    "compression_config": ((None,), "Quantised weights have no exact counterpart in the trainer."),
-    "use_sliding_window": ((False, None), "Sliding-window attention is not implemented."),
-    "attention_dropout": ((0, 0.0), "Dropout in training would make the two sides differ."),
-    "hidden_dropout": ((0, 0.0), "Dropout in training would make the two sides differ."),
-    "resid_pdrop": ((0, 0.0), "Dropout in training would make the two sides differ."),
-    "rope_interleaved": ((False, None), "Only the half-split rotation of the Hugging Face reference is implemented."),
-    "partial_rotary_factor": ((1, 1.0, None), "The rotation covers the whole head."),
-    "is_encoder_decoder": ((False, None), "The policies are decoders."),
-    "is_decoder": ((True, False, None), "The policies are decoders."),
-    "add_cross_attention": ((False, None), "The policies have no cross-attention."),
-    "chunk_size_feed_forward": ((0, None), "Chunking is not implemented."),
-    "pruned_heads": (({}, None), "Pruned heads are not implemented."),
-    "tie_encoder_decoder": ((False, None), "The policies are decoders."),
-    "output_attentions": ((False, None), "The attention region does not return its weights."),
-    "output_hidden_states": ((False, None), "The policy returns the last hidden states only."),
-    "problem_type": ((None,), "The policies are causal language models."),
-    "auto_map": ((None,), "The checkpoint brings its own model code, which isojax does not run."),
-    "torchscript": ((False, None), "TorchScript is not supported."),
-    "use_bfloat16": ((False, None), "It is an old name of the dtype; set the dtype explicitly."),
-    "tf_legacy_loss": ((False, None), "The policies are causal language models."),
-}
-_ROPE_KEYS = frozenset(
-    [
-        "rope_type",
-        "type",
-        "rope_theta",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-    ]
-)
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+from isojax.policy.hugging_face_fields import HARMLESS, LLAMA3_ROPE, ONLY, READ, ROPE
 
 
 def from_hugging_face(raw: Mapping[str, Any]) -> PolicyConfig:
@@ -105,7 +17,7 @@ def from_hugging_face(raw: Mapping[str, Any]) -> PolicyConfig:
     """
     family = _family(raw)
     for name, value in raw.items():
-        if name in _READ or name in _HARMLESS:
+        if name in READ or name in HARMLESS:
             continue
         if name == "sliding_window":
             # Qwen3 configs carry the window's size even when `use_sliding_window` is off.
@@ -114,8 +26,8 @@ def from_hugging_face(raw: Mapping[str, Any]) -> PolicyConfig:
         elif name == "layer_types":
             if value is not None and set(value) != {"full_attention"}:
                 raise _unsupported(name, sorted(set(value)), ["full_attention"], "Every layer attends to all keys.")
-        elif name in _ONLY:
-            allowed, reason = _ONLY[name]
+        elif name in ONLY:
+            allowed, reason = ONLY[name]
             if value not in allowed or isinstance(value, bool) not in {isinstance(a, bool) for a in allowed}:
                 raise _unsupported(name, value, list(allowed), reason)
         else:
@@ -132,9 +44,7 @@ def from_hugging_face(raw: Mapping[str, Any]) -> PolicyConfig:
         head_dim = _integer(raw, "head_dim")
     if head_dim is None:
         if hidden_size % num_heads:
-            raise _unsupported(
-                "head_dim", None, "explicit", f"hidden_size {hidden_size} / {num_heads} heads is uneven."
-            )
+            raise _unsupported("head_dim", None, "explicit", f"{hidden_size} over {num_heads} heads is uneven.")
         head_dim = hidden_size // num_heads
     return PolicyConfig(
         family=family,
@@ -253,8 +163,8 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
             raise BadConfig(field=source, found=value, allowed="an object", reason="It holds the rope settings.")
         for key, item in section.items():
             name = "rope_type" if key == "type" else key
-            if key not in _ROPE_KEYS:
-                raise _unsupported(f"{source}.{key}", item, sorted(_ROPE_KEYS), "isojax does not know this rope field.")
+            if key not in ROPE:
+                raise _unsupported(f"{source}.{key}", item, sorted(ROPE), "isojax does not know this rope field.")
             if item is None:
                 continue
             if name in merged and merged[name] != item:
@@ -271,16 +181,14 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
             "between two sides that share it. Write rope_theta into config.json.",
         )
     if merged.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported(
-            "partial_rotary_factor", merged["partial_rotary_factor"], [1.0], "The whole head is rotated."
-        )
+        raise _unsupported("partial_rotary_factor", merged["partial_rotary_factor"], [1.0], "Heads rotate whole.")
     theta = _real(merged, "rope_theta")
     kind = merged.get("rope_type", "default")
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind != "llama3":
         raise _unsupported("rope_type", kind, ["default", "llama3"], "isojax has no exact table for this rope type.")
-    for key in _LLAMA3_KEYS:
+    for key in LLAMA3_ROPE:
         if key not in merged:
             raise BadConfig(field=f"rope_scaling.{key}", found=None, allowed="a number", reason="llama3 needs it.")
     rope = RopeConfig(

@@ -27,8 +27,8 @@ class Policy:
     """One policy: its config, its constant buffers and its forward.
 
     The parameters are a flat dict of packed arrays, layers stacked on axis 0, in the policy's dtype:
-    `parameter_shapes` lists them. `hidden`, `head_rows` and `score` are pure and traceable, which is what the audit, the
-    engine's translator and a training step need; `log_probs` and `log_prob_rows` are jitted.
+    `parameter_shapes` lists them. `hidden`, `head_rows` and `score` are pure and traceable, which is what the audit,
+    the engine's translator and a training step need; `log_probs` and `log_prob_rows` are jitted.
     """
 
     def __init__(

@@ -27,21 +27,11 @@ _LAYER_NAMES = {
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Metadata of the llama architecture that is read below, or that changes no bit.
 _KNOWN = frozenset(
-    [
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "rope.freq_base",
-        "attention.layer_norm_rms_epsilon",
-        "vocab_size",
-        "rope.dimension_count",
-        "rope.scaling.type",
-    ]
+    (
+        *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "rope.scaling.type"),
+    )
 )
 
 
