@@ -40,11 +40,18 @@ def load(
         return policy, pack_tensors(policy, model.names, model.read, str(path))
     if not path.is_dir():
         raise _no_source(path)
-    raw = read_config(path)
-    config = from_hugging_face(raw)
-    policy = Policy(config, dtype=dtype or _dtype_of(raw), remat=remat, rope=_shipped_rope(path, config))
+    policy = load_policy(path, dtype, remat=remat)
     with open_tensors(path) as (names, read):
         return policy, pack_tensors(policy, names, read, str(path))
+
+
+def load_policy(folder: str | Path, dtype: str | None = None, *, remat: Remat = "layer") -> Policy:
+    """The policy of a Hugging Face folder or an exported one, without its weights: what an engine needs, which loads them
+    itself. Arguments and errors as in `load`."""
+    path = Path(folder)
+    raw = read_config(path)
+    config = from_hugging_face(raw)
+    return Policy(config, dtype=dtype or _dtype_of(raw), remat=remat, rope=_shipped_rope(path, config))
 
 
 def read_config(folder: Path) -> dict[str, object]:
