@@ -1,5 +1,6 @@
 """Views of torch memory in JAX and of JAX results in torch, without a copy wherever memory allows it."""
 
+import weakref
 from collections.abc import Iterable
 
 import jax
@@ -96,9 +97,9 @@ class SharedViews:
 
     A view reads live memory: an in-place update (weight sync, a cache write) is seen by the next call. The key is
     (address, shape, dtype), and a view keeps its memory alive, so an address cannot come to mean another tensor while its
-    view is kept. What a view cannot follow is memory that is replaced: after a parameter is assigned a new tensor, the
-    new one is simply not found here until it is added, and the old one stays allocated until `discard`. Storage that is
-    resized in place (`untyped_storage().resize_`) must be discarded first.
+    view is kept. A view goes when the tensor object that it was added for goes. What it cannot follow is memory that is
+    replaced: a parameter that is assigned another tensor's memory is simply not found until it is added again.
+    Storage that is resized in place (`untyped_storage().resize_`) must be discarded first.
     """
 
     def __init__(self) -> None:
@@ -111,22 +112,20 @@ class SharedViews:
         """Keeps a view of each tensor that JAX can see in place; others are converted at every call instead."""
         for tensor in tensors:
             if is_viewable(tensor) and tensor.numel():
-                self._views[tensor.data_ptr(), tensor.shape, tensor.dtype] = to_jax(tensor)
+                key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+                # A view of an alias: one of the tensor itself would keep that tensor object alive for ever.
+                self._views[key] = to_jax(tensor.detach())
+                weakref.finalize(tensor, self._views.pop, key, None).atexit = False
 
     def discard(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Forgets the views of these tensors, so that their memory can be freed."""
+        """Forgets the views of these tensors, so that their memory can be freed or resized."""
         for tensor in tensors:
             self._views.pop((tensor.data_ptr(), tensor.shape, tensor.dtype), None)
 
-    def find(self, tensor: torch.Tensor) -> jax.Array | None:
-        """The kept view of exactly this memory, or None."""
-        view = self._views.get((tensor.data_ptr(), tensor.shape, tensor.dtype))
-        return view if view is not None and tensor.is_contiguous() else None
-
     def to_jax(self, tensor: torch.Tensor) -> jax.Array:
-        """The kept view of this memory if there is one, else a fresh one (see the function `to_jax`)."""
-        view = self.find(tensor)
-        return to_jax(tensor) if view is None else view
+        """The kept view of exactly this memory if there is one, else a fresh one (see the function `to_jax`)."""
+        view = self._views.get((tensor.data_ptr(), tensor.shape, tensor.dtype))
+        return view if view is not None and tensor.is_contiguous() else to_jax(tensor)
 
 
 shared_views = SharedViews()

@@ -12,6 +12,7 @@ from torch import fx
 
 from bridge.arrays import to_torch
 from bridge.translate.dimensions import Dimensions
+from bridge.translate.moves import VIEWS
 
 Value = fx.Node | np.ndarray
 """A value of the trace: a node of the graph, or a constant that is known now (a literal, a layer index)."""
@@ -36,8 +37,25 @@ class Emitter:
         self._prefix = outer
 
     def call(self, function: Callable[..., Any], *arguments: Any, name: str, **keywords: Any) -> fx.Node:
-        """A node that calls a function."""
-        return self.graph.create_node("call_function", function, arguments, keywords, name=self._prefix + name)
+        """A node that calls a function; a view of an input is named after the input."""
+        source = self.viewed_input(arguments[0]) if function in VIEWS else None
+        full_name = self._prefix + (f"{source}_{name}" if source else name)
+        node = self.graph.create_node("call_function", function, arguments, keywords, name=full_name)
+        if source:
+            node.meta["viewed_input"] = source
+        return node
+
+    def trip(self, stacked: fx.Node, index: int) -> fx.Node:
+        """Row `index` of an operand of a scan, a view; a parameter's is called `layers_<index>_<parameter>`."""
+        name = (self.viewed_input(stacked) or "select").removeprefix("layers_")
+        node = self.graph.create_node("call_function", torch.select, (stacked, 0, index), name=self._prefix + name)
+        node.meta["viewed_input"] = name
+        return node
+
+    @staticmethod
+    def viewed_input(node: fx.Node) -> str | None:
+        """The name of the input that a node is, or only views."""
+        return node.name if node.op == "placeholder" else node.meta.get("viewed_input")
 
     def method(self, method: str, *arguments: Any, name: str) -> fx.Node:
         """A node that calls a method of its first argument."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from bridge.arrays import shared_views
 from bridge.torch_ops import op_of, operand_name
 from bridge.translate.moves import VIEWS
 from contracts.errors import BadCheckpoint
@@ -65,19 +66,29 @@ def bind_parameters(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor])
     The views are plain attributes, not buffers: they are not part of the module's state. Raises BadCheckpoint for a
     name that is no input, and where a parameter's layout would make a slice a copy.
     """
-    graph = _copy(module.graph)
-    inputs = {node.meta["isojax_name"]: node for node in graph.nodes if node.op == "placeholder"}
+    inputs = {node.meta["isojax_name"]: node for node in module.graph.nodes if node.op == "placeholder"}
     unknown = sorted(tensors.keys() - inputs.keys())
     if unknown:
         raise BadCheckpoint(
             field="parameters", found=unknown, allowed=sorted(inputs), reason="The graph has no input of this name."
         )
     fixed: dict[fx.Node, Any] = {inputs[name]: tensor.detach() for name, tensor in tensors.items()}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in VIEWS and node.all_input_nodes:
-            if all(source in fixed for source in node.all_input_nodes):
-                fixed[node] = _view(node, fixed)
-    attributes = _replace_by_attributes(graph, fixed)
+    attributes: dict[str, torch.Tensor] = {}
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+
+    def read(source: fx.Node) -> fx.Node:
+        if source not in values:
+            attributes[source.name] = fixed[source]
+            values[source] = graph.create_node("get_attr", source.name, name=source.name)
+        return values[source]
+
+    for node in module.graph.nodes:
+        if node.target in VIEWS and node.all_input_nodes and all(source in fixed for source in node.all_input_nodes):
+            fixed[node] = _view(node, fixed)
+        elif node not in fixed:
+            values[node] = graph.node_copy(node, read)
+    shared_views.add(attributes.values())
     return _module(module, graph, attributes)
 
 
@@ -98,20 +109,6 @@ def _view(node: fx.Node, fixed: Mapping[fx.Node, Any]) -> Any:
 def _address(value: Any) -> int:
     tensor = value if isinstance(value, torch.Tensor) else value[0]
     return tensor.untyped_storage().data_ptr()
-
-
-def _replace_by_attributes(graph: fx.Graph, fixed: Mapping[fx.Node, Any]) -> dict[str, torch.Tensor]:
-    attributes: dict[str, torch.Tensor] = {}
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in reversed(list(fixed)):
-        if any(user not in fixed for user in node.users):
-            with graph.inserting_before(first):
-                attribute = graph.create_node("get_attr", node.name, name=node.name)
-            attributes[attribute.target] = fixed[node]
-            node.replace_all_uses_with(attribute, delete_user_cb=lambda user: user not in fixed)
-    for node in reversed(list(fixed)):
-        graph.erase_node(node)
-    return attributes
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

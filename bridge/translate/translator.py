@@ -13,7 +13,6 @@ from torch import fx
 from bridge.jax_api import source_line
 from bridge.torch_ops import STATIC_OPERANDS, op_of, operand_name
 from bridge.translate.emit import Emitter, Value
-from bridge.translate.moves import VIEWS
 from bridge.translate.primitives import HANDLERS
 from contracts.errors import UncoveredArithmetic
 from pallas_kernels.region import is_region, region_of
@@ -147,14 +146,10 @@ class _Translation:
         return [*carried, *(self.stack(list(parts)) for parts in zip(*collected, strict=True))]
 
     def slice(self, operand: Value, trip: int) -> Value:
-        """Row `trip` of a stacked operand: a view, named after a parameter where it is one."""
+        """Row `trip` of a stacked operand: a view."""
         if isinstance(operand, np.ndarray):
             return np.asarray(operand[trip])
-        source = operand
-        while source.op == "call_function" and source.target in VIEWS:
-            source = source.args[0]
-        name = source.name.removeprefix("layers_") if source.op == "placeholder" else "select"
-        return self.emitter.call(torch.select, operand, 0, trip, name=name)
+        return self.emitter.trip(operand, trip)
 
     def stack(self, parts: list[Value]) -> Value:
         """The results of every trip along a new first axis."""
