@@ -8,7 +8,7 @@ import numpy as np
 
 from contracts.errors import DifferenceFound, NonFiniteLogits, WeightDigestMismatch
 from isojax.policy.policy import Policy
-from isojax.rl.mismatch import Mismatch, compare_rows, compare_tokens
+from isojax.rl.mismatch import Mismatch, compare_row, compare_tokens
 from isojax.rl.optimizer import Parameters
 from isojax.rl.packing import cut
 from isojax.rl.rollout import Completion
@@ -104,7 +104,7 @@ def check_rows(
                 places.append((index, place))
         trainer_rows = np.asarray(policy.log_prob_rows(params, micro.batch, np.array(chosen), temperature))
         for (index, place), trainer_row in zip(places, trainer_rows, strict=True):
-            total += compare_rows(index, {place: (completions[index].rows or {})[place]}, {place: trainer_row})
+            total = total.joined(compare_row(index, place, (completions[index].rows or {})[place], trainer_row))
     return total
 
 
@@ -113,6 +113,5 @@ def check_rollout(
 ) -> Mismatch:
     """The engine's sampled tokens and full rows against trainer_score. Raises NonFiniteLogits."""
     scored = score(policy, params, completions, temperature, capacity)
-    return compare_tokens(completions, {"trainer_score": scored}) + check_rows(
-        policy, params, completions, temperature, capacity
-    )
+    rows = check_rows(policy, params, completions, temperature, capacity)
+    return compare_tokens(completions, "trainer_score", scored).joined(rows)

@@ -74,8 +74,6 @@ class Learner:
         self._optimizer = build_optimizer(optimizer)
         self.state = start_state(self._optimizer, params)
         self.params: Parameters = dict(params)
-        # True while the state's buffers are given away; an interrupt then leaves nothing worth saving.
-        self.updating = False
         self._accumulate = jax.jit(self._accumulate_gradients, donate_argnums=1)
         self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
 
@@ -143,16 +141,14 @@ class Learner:
                 outputs.append(output)
         # Fetched after the last micro-batch was sent, so that the device never waits for the host between two.
         losses, parts, log_probs = zip(*jax.device_get(outputs), strict=True)
-        forward: list[np.ndarray] = [np.empty(0, np.float32)] * len(completions)
+        forward: list[np.ndarray | None] = [None] * len(completions)
         for micro, log_probs_T in zip(micro_batches, log_probs, strict=True):
             micro.gather(log_probs_T, forward)
         return _Minibatch(
             gradients,
             float(sum(losses)),
             _added(parts),
-            compare_tokens(
-                [completions[index] for index in indices], {"trainer_fwd": [forward[index] for index in indices]}
-            ),
+            compare_tokens(completions, "trainer_fwd", forward),
         )
 
     def _loss_inputs(
@@ -204,9 +200,7 @@ class Learner:
                 raise NonFiniteLogits(
                     field=name, found=value, allowed="a finite number", reason="The update was not applied."
                 )
-        self.updating = True
         self.state, self.params = self._apply(self.state, part.gradients)
-        self.updating = False
         return norm
 
 

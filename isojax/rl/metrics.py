@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from isojax.rl.checkpoint import Progress
 from isojax.rl.files import write_atomically
+from isojax.rl.learner import UpdateResult
+from isojax.rl.mismatch import Mismatch
+from isojax.rl.rollout import Completion
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,52 @@ class StepMetrics:
     data_position: int
     weight_digest: str
     numerical_policy: str
+
+    def summary(self) -> str:
+        """What a progress bar has room for."""
+        return (
+            f"reward {self.reward_mean:.3f}, mismatches {self.mismatch_tokens}/{self.tokens} tokens "
+            f"{self.full_row_mismatches}/{self.full_rows} rows"
+        )
+
+
+def step_metrics(
+    completions: Sequence[Completion],
+    rewards: np.ndarray,
+    group_size: int,
+    mismatch: Mismatch,
+    result: UpdateResult,
+    progress: Progress,
+    seconds: Mapping[str, float],
+) -> StepMetrics:
+    """The line of one step. `progress` is the one after it; `seconds` has rollout, check, train and sync."""
+    return StepMetrics(
+        step=progress.step,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std()),
+        completion_length_mean=float(np.mean([len(completion.tokens) for completion in completions])),
+        kept_groups=int(np.count_nonzero(np.ptp(rewards.reshape(-1, group_size), axis=1))),
+        tokens=mismatch.tokens,
+        mismatch_tokens=mismatch.mismatch_tokens,
+        mismatch_max_abs=mismatch.max_abs,
+        full_rows=mismatch.full_rows,
+        full_row_mismatches=mismatch.full_row_mismatches,
+        loss=result.loss,
+        kl=result.reference_kl,
+        policy_kl=result.policy_kl,
+        clip_fraction=result.clip_fraction,
+        first_clip_fraction=result.first_clip_fraction,
+        first_ratio_off_one=result.first_ratio_off_one,
+        gradient_norm=result.gradient_norm,
+        seconds_rollout=seconds["rollout"],
+        seconds_check=seconds["check"],
+        seconds_train=seconds["train"],
+        seconds_sync=seconds["sync"],
+        policy_version=progress.policy_version,
+        data_position=progress.data_position,
+        weight_digest=progress.weight_digest,
+        numerical_policy=progress.numerical_policy,
+    )
 
 
 class MetricsFile:

@@ -13,29 +13,35 @@ from isojax.rl.rollout import Completion
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Counts of one step. A token or a row mismatches if a single bit differs; `max_abs` only says how far apart.
+    """What one step's comparison found. A token or a row mismatches if a single bit differs.
 
-    tokens: sampled tokens compared, each against every trainer case given. full_rows: whole rows compared.
+    tokens: sampled tokens compared. wrong: those that differ in at least one case, as (completion, index in it).
+    full_rows: whole rows compared. max_abs: how far apart the worst pair of values is.
     first: where the first difference is and what the two values are, or None.
     """
 
     tokens: int = 0
-    mismatch_tokens: int = 0
-    max_abs: float = 0.0
+    wrong: frozenset[tuple[int, int]] = frozenset()
     full_rows: int = 0
     full_row_mismatches: int = 0
+    max_abs: float = 0.0
     first: str | None = None
 
-    def __add__(self, other: Mismatch) -> Mismatch:
-        """Counts add up, the larger distance and the earlier difference stay."""
+    def joined(self, other: Mismatch) -> Mismatch:
+        """Both comparisons of one rollout together: a token that two cases looked at counts once, rows add up."""
         return Mismatch(
-            self.tokens + other.tokens,
-            self.mismatch_tokens + other.mismatch_tokens,
-            max(self.max_abs, other.max_abs),
+            max(self.tokens, other.tokens),
+            self.wrong | other.wrong,
             self.full_rows + other.full_rows,
             self.full_row_mismatches + other.full_row_mismatches,
+            max(self.max_abs, other.max_abs),
             self.first if self.first is not None else other.first,
         )
+
+    @property
+    def mismatch_tokens(self) -> int:
+        """Sampled tokens with a difference."""
+        return len(self.wrong)
 
     @property
     def exact(self) -> bool:
@@ -65,46 +71,42 @@ def different_bits(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(left).view(np.int32) != np.ascontiguousarray(right).view(np.int32)
 
 
-def compare_tokens(completions: Sequence[Completion], trainer: dict[str, Sequence[np.ndarray]]) -> Mismatch:
-    """The engine's log-probability of every sampled token against each of the trainer's cases.
+def compare_tokens(completions: Sequence[Completion], case: str, trainer: Sequence[np.ndarray | None]) -> Mismatch:
+    """The engine's log-probability of every sampled token against one of the trainer's cases, named `case`.
 
-    trainer: case name to one float32 [len(tokens)] array a completion. A token counts once, however many cases differ.
+    trainer: float32 [len(tokens)] a completion, or None for a completion that is not compared.
     """
-    total = Mismatch()
-    for index, completion in enumerate(completions):
+    tokens, wrong, largest, first = 0, set(), 0.0, None
+    for index, (completion, values) in enumerate(zip(completions, trainer, strict=True)):
+        if values is None:
+            continue
         engine = completion.log_probs
-        wrong = np.zeros(len(completion.tokens), bool)
-        largest, first = 0.0, None
-        for case, values in trainer.items():
-            differs = different_bits(engine, values[index])
-            wrong |= differs
-            if differs.any():
-                largest = max(largest, float(np.max(np.abs(engine - values[index]))))
-                place = int(np.flatnonzero(differs)[0])
-                first = first or (
-                    f"completion {index} (prompt {completion.prompt_index}), token {place}: engine "
-                    f"{_bits(engine[place])}, {case} {_bits(values[index][place])}"
-                )
-        total += Mismatch(len(wrong), int(wrong.sum()), largest, 0, 0, first)
-    return total
-
-
-def compare_rows(completion: int, engine: dict[int, np.ndarray], trainer: dict[int, np.ndarray]) -> Mismatch:
-    """Full rows of one completion, by index of the sampled token; both sides float32 [vocab_size] a row."""
-    total = Mismatch()
-    for place, engine_row in sorted(engine.items()):
-        differs = different_bits(engine_row, trainer[place])
-        largest, first = 0.0, None
-        if differs.any():
-            largest = float(np.max(np.abs(engine_row - trainer[place])))
-            entry = int(np.flatnonzero(differs)[0])
-            first = (
-                f"completion {completion}, row of token {place}, vocabulary entry {entry} "
-                f"({int(differs.sum())} of {differs.size} differ): engine {_bits(engine_row[entry])}, trainer_score "
-                f"{_bits(trainer[place][entry])}"
+        tokens += len(engine)
+        places = np.flatnonzero(different_bits(engine, values))
+        if places.size:
+            wrong |= {(index, int(place)) for place in places}
+            largest = max(largest, float(np.max(np.abs(engine - values))))
+            place = places[0]
+            first = first or (
+                f"completion {index} (prompt {completion.prompt_index}), token {place}: engine {_bits(engine[place])}, "
+                f"{case} {_bits(values[place])}"
             )
-        total += Mismatch(0, 0, largest, 1, int(differs.any()), first)
-    return total
+    return Mismatch(tokens=tokens, wrong=frozenset(wrong), max_abs=largest, first=first)
+
+
+def compare_row(completion: int, place: int, engine: np.ndarray, trainer: np.ndarray) -> Mismatch:
+    """One full row, float32 [vocab_size] on both sides; `place` is the sampled token's index in its completion."""
+    entries = np.flatnonzero(different_bits(engine, trainer))
+    if not entries.size:
+        return Mismatch(full_rows=1)
+    entry = entries[0]
+    return Mismatch(
+        full_rows=1,
+        full_row_mismatches=1,
+        max_abs=float(np.max(np.abs(engine - trainer))),
+        first=f"completion {completion}, row of token {place}, vocabulary entry {entry} ({entries.size} of "
+        f"{engine.size} differ): engine {_bits(engine[entry])}, trainer_score {_bits(trainer[entry])}",
+    )
 
 
 def _bits(value: np.float32) -> str:

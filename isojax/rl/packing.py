@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class MicroBatch:
             packed_T[rows] = values[completion]
         return packed_T
 
-    def gather(self, packed_T: np.ndarray, into: list[np.ndarray]) -> None:
+    def gather(self, packed_T: np.ndarray, into: MutableSequence[Any]) -> None:
         """The inverse of `spread`: put each completion's own values into `into`, at its index in the rollout."""
         for completion, rows in zip(self.completions, self.rows, strict=True):
             into[completion] = packed_T[rows]

@@ -1,4 +1,4 @@
-"""Text to tokens for prompts, and tokens to text for rewards; nothing goes round."""
+"""Text to tokens for prompts, and tokens to text for rewards; text never becomes history."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from contracts.errors import BadCheckpoint, BadConfig, EmptyBatch
+from contracts.errors import BadCheckpoint, BadConfig, EmptyBatch, PromptTooLong
 from isojax.rl.tasks import Example
 
 
@@ -84,6 +84,38 @@ class PromptEncoder:
             raise BadConfig(
                 field="task", found=messages, allowed="messages that the chat template takes", reason=str(error)
             ) from None
+
+
+def encode_prompts(
+    encoder: PromptEncoder,
+    examples: Sequence[Example],
+    *,
+    system: str | None,
+    max_tokens: int,
+    max_position: int,
+    vocab_size: int,
+) -> list[tuple[int, ...]]:
+    """The examples' prompts as tokens, each with room for a completion of `max_tokens` in a context of `max_position`.
+
+    Raises PromptTooLong, BadConfig for a token id outside of the vocabulary, and what `PromptEncoder.encode` raises.
+    """
+    prompts = [encoder.encode(example, system=system) for example in examples]
+    for number, prompt in enumerate(prompts):
+        if len(prompt) + max_tokens > max_position:
+            raise PromptTooLong(
+                field=f"prompt {number}",
+                found=f"{len(prompt)} tokens and a completion of up to {max_tokens}",
+                allowed=f"{max_position} tokens in all",
+                reason="The policy's context ends there; shorten the prompt or rollout.max_tokens.",
+            )
+        if max(prompt) >= vocab_size:
+            raise BadConfig(
+                field=f"prompt {number}",
+                found=f"token {max(prompt)}",
+                allowed=f"0 to {vocab_size - 1}",
+                reason="The policy's vocabulary ends there.",
+            )
+    return prompts
 
 
 def _raise_template_error(message: str) -> None:

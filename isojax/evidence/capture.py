@@ -1,0 +1,151 @@
+"""Runs a traceable function and keeps what every region in it returned, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from isojax.jaxprs import Jaxpr, JaxprEqn
+from isojax.policy.batch import PackedBatch
+from isojax.policy.policy import Policy
+from pallas_kernels.region import is_region, region_of
+
+# Calls whose body is evaluated in place. A scan keeps its loop, so that a layer runs as it does in training.
+_BODIES = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+@dataclass(frozen=True)
+class RegionOutput:
+    """What one region returned. layer: the scan step that it ran in, None outside of the layers."""
+
+    region: str
+    layer: int | None
+    results: tuple[np.ndarray, ...]
+
+    def __str__(self) -> str:
+        return self.region if self.layer is None else f"{self.region} of layer {self.layer}"
+
+
+def capture(function: Callable[..., Any], *args: Any) -> tuple[Any, list[RegionOutput]]:
+    """`function(*args)`, compiled as one program, and the results of its regions in the order in which they ran.
+
+    Scans (the layers) stay loops; their regions come out once a step. Raises NotImplementedError for a region inside of
+    a `while`, `cond` or `shard_map`, which a policy's forward on one device does not have.
+    """
+    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    names: list[_Site] = []
+
+    def run(consts: Sequence[jax.Array], flat: Sequence[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
+        names.clear()
+        outputs, calls = _evaluate(closed.jaxpr, consts, flat)
+        names.extend(site for site, _ in calls)
+        return outputs, [values for _, values in calls]
+
+    outputs, values = jax.jit(run)(closed.consts, jax.tree.leaves(args))
+    tree = jax.tree.structure(out_shape)
+    return jax.tree.unflatten(tree, outputs), list(_in_order(names, jax.device_get(values)))
+
+
+def capture_forward(policy: Policy, params: Mapping[str, jax.Array], batch: PackedBatch) -> list[RegionOutput]:
+    """Every region of the policy's forward on a packed batch, the head's full rows last (at temperature 1)."""
+
+    def forward(params: Mapping[str, jax.Array], buffers: Mapping[str, jax.Array], batch: PackedBatch) -> jax.Array:
+        hidden = policy.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
+        return policy.head_rows(params, hidden, 1.0)
+
+    return capture(forward, dict(params), policy.buffers, batch)[1]
+
+
+def first_non_finite(outputs: Sequence[RegionOutput]) -> tuple[RegionOutput, int] | None:
+    """The first region with a NaN or infinite result, and the row (of axis 0) where; None if all are finite."""
+    for output in outputs:
+        for result in output.results:
+            rows = ~np.isfinite(result.astype(np.float32)).reshape(len(result), -1).all(axis=1)
+            if rows.any():
+                return output, int(np.flatnonzero(rows)[0])
+    return None
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A region's call, or a scan with the sites of its body."""
+
+    region: str | None
+    body: tuple[_Site, ...] = ()
+
+
+_Calls = list[tuple[_Site, Any]]
+
+
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], _Calls]:
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    calls: _Calls = []
+
+    def read(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else values[variable]
+
+    for equation in jaxpr.eqns:
+        results, inner = _evaluate_equation(equation, [read(variable) for variable in equation.invars])
+        calls.extend(inner)
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(variable) for variable in jaxpr.outvars], calls
+
+
+def _evaluate_equation(equation: JaxprEqn, operands: list[Any]) -> tuple[Sequence[Any], _Calls]:
+    primitive, parameters = equation.primitive, equation.params
+    if is_region(primitive):
+        results = primitive.bind(*operands, **parameters)
+        return results, [(_Site(region_of(primitive).name), results)]
+    if primitive.name == "scan":
+        return _evaluate_scan(parameters, operands)
+    if primitive.name in _BODIES:
+        body = parameters[_BODIES[primitive.name]]
+        # remat holds an open jaxpr, the others closed ones.
+        consts, body = (body.consts, body.jaxpr) if hasattr(body, "consts") else ((), body)
+        return _evaluate(body, consts, operands)
+    if primitive.name in ("while", "cond", "shard_map"):
+        raise NotImplementedError(f"regions inside of {primitive.name} are not captured")
+    results = primitive.bind(*operands, **parameters)
+    return results if primitive.multiple_results else [results], []
+
+
+def _evaluate_scan(parameters: Mapping[str, Any], operands: list[Any]) -> tuple[Sequence[Any], _Calls]:
+    body, constants, carried = parameters["jaxpr"], parameters["num_consts"], parameters["num_carry"]
+    sites: list[_Site] = []
+
+    def step(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+        outputs, calls = _evaluate(body.jaxpr, body.consts, [*operands[:constants], *carry, *slices])
+        sites[:] = [site for site, _ in calls]
+        return outputs[:carried], (outputs[carried:], [values for _, values in calls])
+
+    carry, (stacked, values) = jax.lax.scan(
+        step,
+        operands[constants : constants + carried],
+        operands[constants + carried :],
+        length=parameters["length"],
+        reverse=parameters["reverse"],
+    )
+    return [*carry, *stacked], [(_Site(None, tuple(sites)), values)]
+
+
+def _in_order(sites: Sequence[_Site], values: Sequence[Any], layer: int | None = None) -> Iterator[RegionOutput]:
+    for site, results in zip(sites, values, strict=True):
+        if site.region is not None:
+            yield RegionOutput(site.region, layer, tuple(np.asarray(result) for result in results))
+            continue
+        steps = len(jax.tree.leaves(results)[0]) if jax.tree.leaves(results) else 0
+        for step in range(steps):
+            yield from _in_order(site.body, [[array[step] for array in call] for call in results], step)
