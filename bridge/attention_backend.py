@@ -60,8 +60,7 @@ class StepMetadata(AttentionMetadata):
 
     num_tokens: real tokens; rows beyond them pad to the bucket T and are inert. slots_T: int64 [num_tokens], each token's
     row in the cache seen as rows of [K, D] from the first key page on. page_table_RP: int32, a request's key pages.
-    request_of_token_T: int32; padding rows name request 0, of which they read a single key. decode: no request has more
-    than one new token.
+    request_of_token_T: int32, -1 on padding rows, which are dead. decode: no request has more than one new token.
     """
 
     num_tokens: int
@@ -92,7 +91,7 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         torch.mul(common.block_table_tensor[:requests], 2, out=page_table_RP[:requests])
         slots = common.slot_mapping[:tokens].to(torch.int64)
         lengths = common.query_start_loc_cpu.diff()[:requests]
-        request_of_token_T = torch.zeros(bucket_of(tokens), dtype=torch.int32)
+        request_of_token_T = torch.full((bucket_of(tokens),), -1, dtype=torch.int32)
         request_of_token_T[:tokens] = torch.repeat_interleave(torch.arange(requests, dtype=torch.int32), lengths)
         return StepMetadata(
             num_tokens=tokens,
@@ -116,14 +115,18 @@ class CachedAttention(AttentionImpl):
 
     def bind(self, pages: torch.Tensor) -> None:
         """Takes a layer's cache as `vllm_api.cache_pages` shows it, in place of any earlier one."""
-        if self._key_pages is not None and self._value_pages is not None:
-            shared_views.discard([self._key_pages, self._value_pages])
+        self.release()
         # As integers: torch copies bf16 rows element by element, and JAX would convert a bf16 view.
         raw = pages.view(torch.int16) if pages.dtype == torch.bfloat16 else pages
-        self._key_pages = raw
-        # One page on: the values of block b are then found under the same page number as its keys.
-        self._value_pages = raw[1:]
+        # Seen from one page on, the values of block b are found under the same page number as its keys.
+        self._key_pages, self._value_pages = raw[:-1], raw[1:]
         shared_views.add([self._key_pages, self._value_pages])
+
+    def release(self) -> None:
+        """Lets go of the cache, so that vLLM can free it."""
+        if self._key_pages is not None and self._value_pages is not None:
+            shared_views.discard([self._key_pages, self._value_pages])
+        self._key_pages = self._value_pages = None
 
     def forward(
         self,
@@ -143,7 +146,7 @@ class CachedAttention(AttentionImpl):
         While vLLM profiles there is no metadata and no cache; the result is then zeros of the right shape.
         """
         if attn_metadata is None:
-            return torch.zeros_like(query)
+            return torch.zeros(query.shape, dtype=query.dtype)
         keys, values = self._key_pages, self._value_pages
         if keys is None or values is None:
             raise RuntimeError("attention before the KV cache was bound")
@@ -189,9 +192,12 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
 
     @kv_cache.setter
     def kv_cache(self, kv_cache: torch.Tensor) -> None:
-        # vLLM assigns this attribute (0.26) or does so through bind_kv_cache (0.32).
+        # vLLM assigns this attribute (0.26) or does so through bind_kv_cache (0.32); an empty one when it shuts down.
         self._kv_cache = kv_cache
-        self.impl.bind(cache_pages(kv_cache, self.block_size, self.num_kv_heads, self.head_size))
+        if kv_cache.numel():
+            self.impl.bind(cache_pages(kv_cache, self.block_size, self.num_kv_heads, self.head_size))
+        else:
+            self.impl.release()
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Given here, because vLLM's CPU platform would choose its own kernels for any name."""
@@ -203,7 +209,22 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
         return full_attention_spec(self.block_size, self.num_kv_heads, self.head_size, self.dtype)
 
 
-def step_metadata(layer_name: str) -> StepMetadata | None:
-    """The running step's metadata, None while vLLM profiles."""
+def step_metadata() -> StepMetadata | None:
+    """The running step's metadata, the same for every layer; None while vLLM profiles."""
     metadata = get_forward_context().attn_metadata
-    return metadata[layer_name] if isinstance(metadata, dict) else metadata
+    return next(iter(metadata.values())) if isinstance(metadata, dict) else metadata
+
+
+_library = torch.library.Library("isojax", "FRAGMENT")
+_library.define("cached_attention(Tensor q, Tensor k, Tensor v, Tensor positions, int layer) -> Tensor")
+
+
+def _cached_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer: int
+) -> torch.Tensor:
+    owner = get_forward_context().no_compile_layers[PREFIX.format(layer=layer)]
+    return owner.impl.forward(owner, q, k, v, owner.kv_cache, step_metadata(), positions=positions)
+
+
+_library.impl("cached_attention", _cached_attention, "CPU")
+torch.library.register_fake("isojax::cached_attention", lambda q, k, v, positions, layer: torch.empty_like(q), lib=_library)
