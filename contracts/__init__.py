@@ -17,6 +17,7 @@ from contracts.identities import Identities, compute_identities
 from contracts.model import ModelSection
 from contracts.section import IDENTITIES
 from contracts.semantics import Semantics
+from contracts.show import format_contract, format_value
 from contracts.toolchain import Toolchain
 
 __all__ = [
@@ -47,7 +48,9 @@ __all__ = [
     "compute_identities",
     "diff",
     "float_bits",
+    "format_contract",
     "format_diff",
+    "format_value",
     "handshake",
     "load_contract",
     "parse_contract",

@@ -44,7 +44,7 @@ class ExecutionContract(Section):
     """What has been proved."""
     toolchain: toolchain.Toolchain
     """Versions that the gates ran with."""
-    deployment: Deployment = Deployment()
+    deployment: Deployment = Field(default_factory=Deployment)
     """Facts for the log."""
     identities: Identities | None = None
     """Stored identities; null until sealed."""

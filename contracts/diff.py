@@ -7,10 +7,10 @@ from contracts.canonical import canonical_bytes
 from contracts.claims import InvariantClaim, PinnedClaim
 from contracts.composition import CompositionEntry
 from contracts.contract import ExecutionContract
-from contracts.float_bits import bits_float, is_float_bits
 from contracts.frozen_map import FrozenMap
 from contracts.identities import plain
 from contracts.section import IDENTITIES, Section
+from contracts.show import format_value
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def format_diff(differences: list[Difference]) -> str:
         rotates = ", ".join(item.rotates) or "nothing"
         lines += [
             item.field,
-            f"  left     {show(item.left)}",
-            f"  right    {show(item.right)}",
+            f"  left     {format_value(item.left)}",
+            f"  right    {format_value(item.right)}",
             f"  rotates  {rotates}",
             "",
         ]
@@ -64,17 +64,6 @@ def format_diff(differences: list[Difference]) -> str:
     return "\n".join(
         [*lines, count, *(f"{name}: {'rotates' if name in rotated else 'unchanged'}" for name in IDENTITIES)]
     )
-
-
-def show(value: object) -> str:
-    """A field's value for a person: floats in decimal beside their bits, sets comma-separated."""
-    if value is None:
-        return "(none)"
-    if is_float_bits(value):
-        return f"{bits_float(str(value))!r} ({value})"
-    if isinstance(value, tuple):
-        return ", ".join(show(item) for item in value) or "(empty)"
-    return str(value) if value != "" else "(empty)"
 
 
 def _compare(ours: dict[str, _Leaf], theirs: dict[str, _Leaf]) -> Iterator[tuple[str, object, object, tuple[str, ...]]]:

@@ -23,8 +23,13 @@ Integer = Annotated[int, Strict(), Field(ge=-LARGEST_INTEGER, le=LARGEST_INTEGER
 Item = TypeVar("Item")
 
 
+def is_float8(name: object) -> bool:
+    """Whether a dtype's name, in any library's spelling, is one of the 8-bit floats."""
+    return isinstance(name, str) and re.search(r"fp8|float8|e4m3|e5m2", name.lower()) is not None
+
+
 def _no_float8(value: object) -> object:
-    if isinstance(value, str) and re.search(r"fp8|float8|e4m3|e5m2", value.lower()):
+    if is_float8(value):
         raise PydanticCustomError(
             "float8",
             "FP8 is refused until every row has a scale of its own: "

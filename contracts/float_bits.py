@@ -40,7 +40,7 @@ def is_float_bits(value: object) -> bool:
 def _from_float(value: object) -> object:
     if isinstance(value, float):
         return float_bits(value)
-    if isinstance(value, str) and not is_float_bits(value):
+    if not is_float_bits(value):
         raise PydanticCustomError(
             "float_bits", "a float is written as f64: and 16 hexadecimal digits, such as f64:3ff0000000000000 for 1.0"
         )

@@ -7,6 +7,7 @@ from contracts.contract import ExecutionContract
 from contracts.diff import diff
 from contracts.engine_report import EngineReport
 from contracts.errors import HandshakeRefused, IdentityMismatch, UnknownCase, WeightDigestMismatch
+from contracts.field_types import is_float8
 from contracts.float_bits import bits_float
 
 # What the engine really does, against what the contract says, and what goes wrong otherwise. The field names are those
@@ -130,7 +131,7 @@ def _same_settings(trainer: ExecutionContract, engine: EngineReport) -> None:
     for section, name, reason in _LIVE_SETTINGS:
         declared, live = getattr(getattr(trainer, section), name), getattr(engine, name)
         if live != declared:
-            float8 = _FLOAT8 if isinstance(live, str) and ("fp8" in live or "float8" in live) else ""
+            float8 = _FLOAT8 if is_float8(live) else ""
             raise HandshakeRefused(
                 field=f"{section}.{name}",
                 found=f"engine runs {live}",

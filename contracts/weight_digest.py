@@ -10,8 +10,8 @@ The mix of lane l, all in wrapping uint32:
     x ^= x >> 16;  x *= 0x7feb352d;  x ^= x >> 15;  x *= 0x846ca68b;  x ^= x >> 16
 
 The finaliser is Chris Wellons's lowbias32 (github.com/skeeto/hash-prospector). WORD is odd and the finaliser is a
-bijection, so a change in a single word always changes both lanes. torch does the same in int64 with `& 0xffffffff` after
-each multiplication and sum. `weight_digest_vectors.json` holds test vectors.
+bijection, so a change in a single word always changes both lanes. torch does the same in int64 with `& 0xffffffff`
+after each multiplication and sum. `weight_digest_vectors.json` holds test vectors.
 """
 
 import hashlib
