@@ -110,6 +110,14 @@ def test_a_damaged_file_is_refused(content, tmp_path):
         load_contract(file)
 
 
+def test_a_contract_that_says_one_thing_twice_is_refused():
+    text = smollm2().canonical_bytes().decode()
+    assert parse_contract(text) == smollm2()
+    # The last of two equal keys wins in most readers, the first in some.
+    with pytest.raises(BadContract, match=r"vocab_size: found the key twice"):
+        parse_contract(text.replace('"vocab_size":49152', '"vocab_size":1,"vocab_size":49152'))
+
+
 def test_a_missing_file_is_refused_with_its_path(tmp_path):
     with pytest.raises(BadContract, match=r"execution_contract\.json"):
         load_contract(tmp_path)

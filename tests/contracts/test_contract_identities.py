@@ -114,6 +114,27 @@ def test_the_samples_reach_every_field_that_the_contract_declares():
     assert reached == declared_fields(ExecutionContract)
 
 
+def test_only_these_fields_may_differ_between_two_sides_with_equal_bits():
+    # Written out once more, so that moving a field out of `numerical_policy` takes two deliberate edits.
+    outside = {
+        (section.__name__, name)
+        for section, name in declared_fields(ExecutionContract)
+        if "numerical_policy" not in section.declarations[name].identities
+    }
+    assert outside == {
+        ("ModelSection", "tokenizer_digest"),
+        ("CompositionEntry", "gate"),
+        ("InvariantClaim", "degrees"),
+        ("InvariantClaim", "gate"),
+        ("PinnedClaim", "gate"),
+        ("Claims", "device_kinds"),
+        ("Claims", "state"),
+        ("Claims", "invalidated_by"),
+        *(("Deployment", name) for name in ("trainer_mesh", "engine_mesh", "policy_path", "notes")),
+        *(("Identities", name) for name in IDENTITIES),
+    }
+
+
 def test_a_field_without_a_declared_identity_cannot_be_defined():
     with pytest.raises(TypeError, match=r"Forgetful\.tile declares 0 memberships"):
 
