@@ -66,8 +66,9 @@ def check_kernels(
 ) -> None:
     """Compare kernels that were installed or served with the contract. `record`: case -> region primitive -> digests.
 
-    A case that is absent has not run. A case that is present must list every primitive that the contract gives it, no
-    other one, and no kernel digest that the contract does not have. Raises `UnknownCase` or `HandshakeRefused`.
+    A case that is absent has not run; list a served case once a whole forward, log-probabilities included, is through.
+    A case that is present must list every primitive that the contract gives it, no other one, and no kernel digest that
+    the contract does not have. Raises `UnknownCase` or `HandshakeRefused`.
     """
     for case, primitives in record.items():
         if check_case(case) not in contract.cases:
