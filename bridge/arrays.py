@@ -104,6 +104,8 @@ class SharedViews:
 
     def __init__(self) -> None:
         self._views: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
+        self._owner: dict[tuple[int, torch.Size, torch.dtype], int] = {}
+        self._added = 0
 
     def __len__(self) -> int:
         return len(self._views)
@@ -113,9 +115,11 @@ class SharedViews:
         for tensor in tensors:
             if is_viewable(tensor) and tensor.numel():
                 key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+                self._added += 1
+                self._owner[key] = self._added
                 # A view of an alias: one of the tensor itself would keep that tensor object alive for ever.
                 self._views[key] = to_jax(tensor.detach())
-                weakref.finalize(tensor, self._views.pop, key, None).atexit = False
+                weakref.finalize(tensor, self._forget, key, self._added).atexit = False
 
     def discard(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forgets the views of these tensors, so that their memory can be freed or resized."""
@@ -126,6 +130,12 @@ class SharedViews:
         """The kept view of exactly this memory if there is one, else a fresh one (see the function `to_jax`)."""
         view = self._views.get((tensor.data_ptr(), tensor.shape, tensor.dtype))
         return view if view is not None and tensor.is_contiguous() else to_jax(tensor)
+
+    def _forget(self, key: tuple[int, torch.Size, torch.dtype], added: int) -> None:
+        # Another tensor object over the same memory may have been added since.
+        if self._owner.get(key) == added:
+            self._views.pop(key, None)
+            del self._owner[key]
 
 
 shared_views = SharedViews()

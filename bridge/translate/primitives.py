@@ -15,6 +15,9 @@ Handler = Callable[[Emitter, Any, list[Value]], Sequence[Value] | None]
 
 HANDLERS: dict[str, Handler] = {}
 
+_COLUMN_OF = "column_of"
+"""On a node that makes a column [N, 1] of ids [N], as gather wants them in JAX: the ids, which torch wants."""
+
 
 def _handles(*names: str) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
@@ -59,7 +62,10 @@ def _broadcast(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequen
     aligned = [source[kept.index(axis)] if axis in kept else 1 for axis in range(len(shape))]
     x = emitter.node(operands[0])
     if tuple(aligned) != tuple(source):
-        x = emitter.reshape(x, aligned, name="unsqueeze")
+        column = emitter.reshape(x, aligned, name="unsqueeze")
+        if tuple(aligned) == (*source, 1) and len(source) == 1:
+            column.meta[_COLUMN_OF] = x
+        x = column
     if tuple(aligned) != tuple(shape):
         x = emitter.call(torch.broadcast_to, x, emitter.dimensions.sizes(shape), name="broadcast")
     return [x]
@@ -123,8 +129,10 @@ def _gather(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[
     offsets = tuple(range(axis)) + tuple(range(axis + id_rank, len(shape) - 1 + id_rank))
     if numbers.collapsed_slice_dims != (axis,) or tuple(sizes) != whole_rows or numbers.offset_dims != offsets:
         return None
-    ids = emitter.reshape(emitter.node(operands[1]), (int(np.prod(ids_shape[:-1])) if id_rank == 0 else -1,), "ids")
-    rows = emitter.call(torch.index_select, emitter.node(operands[0]), axis, ids, name="rows")
+    x, ids = map(emitter.node, operands)
+    ids = ids.meta.get(_COLUMN_OF) or emitter.reshape(ids, (-1,), name="ids")
+    source = emitter.viewed_input(x)
+    rows = emitter.call(torch.index_select, x, axis, ids, name=f"{source}_rows" if source else "rows")
     return [rows if id_rank == 1 else emitter.reshape(rows, equation.outvars[0].aval.shape)]
 
 

@@ -19,6 +19,10 @@ from pallas_kernels import counters
 from pallas_kernels.region import REGIONS, Region
 
 
+DIVIDERS = ("attention", "paged_attention")
+"""Regions that stay calls of their own: an engine puts its cached attention in their place."""
+
+
 @dataclass(frozen=True)
 class _Slot:
     """The value with this number in a program: first its inputs, then one a step."""
@@ -83,9 +87,9 @@ class Segment(torch.nn.Module):
 
 
 def merge_segments(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a bound graph module in which every run of regions and moves is one `Segment`.
+    """A copy of a bound graph module in which every run of regions and moves between attentions is one `Segment`.
 
-    Nodes that are neither, such as the engine's attention, stay and divide the runs. Regions are isolated from their
+    Attention stays and divides the runs, as does any op that is neither a region nor a move. Regions are isolated from their
     neighbours, so the bits are those of the unmerged graph, which stays what people read. For the CPU: there a call costs
     more than a small region computes.
     """
@@ -134,7 +138,8 @@ def _is_mergeable(node: fx.Node, run: Sequence[fx.Node]) -> bool:
     if node.target is operator.getitem:
         # Part of what it takes apart: the results of an engine's own op stay outside.
         return node.args[0] in run
-    return node.target in JAX_FORMS or _region_of_op(node.target) is not None
+    region = _region_of_op(node.target)
+    return node.target in JAX_FORMS if region is None else region.name not in DIVIDERS
 
 
 def _build(module: fx.GraphModule, run: Sequence[fx.Node]) -> tuple[Segment, list[fx.Node], list[fx.Node]]:
