@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 
 
-def sample_with_stock_vllm(folder: str, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], np.ndarray]]:
+def sample_with_stock_vllm(
+    folder: str, prompts: list[list[int]], max_tokens: int
+) -> list[tuple[list[int], np.ndarray]]:
     """Returns each completion's tokens and the float32 log-probabilities that vLLM reports for them."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ["VLLM_PLUGINS"] = ""
