@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
 from contracts.errors import UncoveredArithmetic
-from isojax.jaxprs import Jaxpr, JaxprEqn, closed_jaxprs, forward_rule, manual_axes, user_line
+from isojax.jaxprs import Jaxpr, JaxprEqn, closed_jaxprs, context_of, forward_rule, manual_axes, user_line
 from pallas_kernels.region import is_region, region_of
 
 # Data goes elsewhere and keeps its bits, whatever its dtype. A plain pad writes a given value, so it is a move too.
@@ -58,6 +58,8 @@ class AuditReport:
 @dataclass
 class _Walk:
     mesh: Mesh | AbstractMesh | None
+    # Whether forward rules are entered: JAX runs a rule's own custom VJPs in their primal form.
+    forward_rules: bool = True
     moves: Counter[str] = field(default_factory=Counter)
     sequence: list[str] = field(default_factory=list)
 
@@ -85,9 +87,10 @@ def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[Jax
             _check_region(path, walk, manual)
         elif name in _CALLS:
             inner = manual | manual_axes(equation) if name == "shard_map" else manual
-            for body in closed_jaxprs(equation):
-                _visit(body, walk, inner, path)
-            if name == "custom_vjp_call":
+            with context_of(equation):
+                for body in closed_jaxprs(equation):
+                    _visit(body, walk, inner, path)
+            if name == "custom_vjp_call" and walk.forward_rules:
                 _visit_forward_rule(path, walk, inner)
         elif name in MOVES or (name in INTEGER_ARITHMETIC and not _touches_floats(equation)):
             walk.moves[name] += 1
@@ -105,7 +108,7 @@ def _visit_forward_rule(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozens
     used = [False] * (len(rule.outvars) - len(equation.outvars)) + [True] * len(equation.outvars)
     needed, _ = partial_eval.dce_jaxpr(rule, used)
     # The same regions were counted in the primal body.
-    _visit(needed, _Walk(walk.mesh), manual, path)
+    _visit(needed, _Walk(walk.mesh, forward_rules=False), manual, path)
 
 
 def _check_region(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> None:

@@ -1,15 +1,20 @@
 """The few facts about jaxprs that JAX keeps in its internals, in one place for its versions 0.10 and 0.11."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import flax
-from jax._src import source_info_util
+from jax._src import config, source_info_util
+from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import use_abstract_mesh
 
-__all__ = ["Jaxpr", "JaxprEqn", "closed_jaxprs", "forward_rule", "manual_axes", "user_line"]
+import pallas_kernels
 
-_FLAX = str(Path(flax.__file__).parent)
+__all__ = ["Jaxpr", "JaxprEqn", "closed_jaxprs", "context_of", "forward_rule", "manual_axes", "user_line"]
+
+_LIBRARIES = tuple(str(Path(library.__file__).parent) for library in (flax, pallas_kernels))
 
 
 def closed_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
@@ -34,12 +39,24 @@ def manual_axes(equation: JaxprEqn) -> frozenset[str]:
     return frozenset(equation.params["newly_manual_axes"])
 
 
+@contextmanager
+def context_of(equation: JaxprEqn) -> Iterator[None]:
+    """Tracing inside of it sees the mesh axes of a shard_map equation; other equations change nothing."""
+    with ExitStack() as stack:
+        if equation.primitive.name == "shard_map":
+            mesh, axes = equation.params["mesh"], equation.params["newly_manual_axes"]
+            stack.enter_context(_extend_axis_env(mesh, axes))
+            stack.enter_context(use_abstract_mesh(_as_manual_mesh(mesh, axes)))
+            stack.enter_context(config._check_vma(equation.params["check_vma"]))
+        yield
+
+
 def user_line(equation: JaxprEqn) -> str | None:
-    """`file:line (function)` of the user's code that made an equation, skipping JAX's and Flax's own frames.
+    """`file:line (function)` of the user's code that made an equation, skipping the frames of JAX, Flax and regions.
 
     None where all frames are theirs.
     """
     for frame in source_info_util.user_frames(equation.source_info.traceback):
-        if not frame.file_name.startswith(_FLAX):
+        if not frame.file_name.startswith(_LIBRARIES):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
     return None

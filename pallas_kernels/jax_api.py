@@ -7,6 +7,7 @@ from jax._src.core import ManualAxisType
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
 
 __all__ = ["Primitive", "ShapedArray", "batching", "mlir", "result_aval", "vary_alike", "without_manual_axes"]
 
@@ -14,7 +15,12 @@ __all__ = ["Primitive", "ShapedArray", "batching", "mlir", "result_aval", "vary_
 def result_aval(shape: tuple[object, ...], dtype: object, operands: Sequence[ShapedArray]) -> ShapedArray:
     """The abstract value of a region's result: it varies over every mesh axis that any operand varies over."""
     varying = frozenset().union(*(aval.manual_axis_type.varying for aval in operands))
-    return ShapedArray(shape, dtype, manual_axis_type=ManualAxisType(varying=varying))
+    if not varying:
+        return ShapedArray(shape, dtype)
+    # JAX takes the mesh of the axes from the sharding, which inside of a fully manual shard_map names no axis itself.
+    marked = next(aval for aval in operands if not aval.manual_axis_type.empty)
+    sharding = marked.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 
 
 def without_manual_axes(aval: ShapedArray) -> ShapedArray:
