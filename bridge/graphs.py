@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ import torch
 from torch import fx
 
 import bridge.attention_backend  # noqa: F401  (registers torch.ops.isojax.cached_attention)
-from bridge.arrays import to_torch
 from bridge.translate import Replacement, bind_parameters, replace_region, translate
 
 if TYPE_CHECKING:
@@ -57,17 +57,17 @@ class PolicyGraphs:
                     (widened if _is_only_weight(node) else plain).add(name)
         return cls(hidden, head, frozenset(widened), frozenset(plain))
 
-    def bind(self, weights: EngineWeights, policy: Policy, temperature: float) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Both graphs over the engine's parameters: `hidden(tokens, positions)` and `head(hidden)`."""
-        constants = {name: to_torch(value).clone() for name, value in policy.buffers.items()}
-        constants["temperature"] = torch.tensor(temperature, dtype=torch.float32)
+    def bind(
+        self, weights: EngineWeights, constants: Mapping[str, torch.Tensor]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Both graphs over the engine's parameters and constants: `hidden(tokens, positions)` and `head(hidden)`."""
         bound = []
         for module in (self.hidden, self.head):
             tensors = {}
             for node in module.graph.nodes:
                 if node.op == "placeholder":
                     name = node.meta["isojax_name"]
-                    if name in policy.parameter_shapes:
+                    if name in self.widened | self.plain:
                         wide = _is_only_weight(node)
                         tensors[name] = weights.tensor(name, torch.float32 if wide else weights.dtype)
                     elif name in constants:

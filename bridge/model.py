@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import torch
 from torch import nn
 
+from bridge.arrays import to_torch
 from bridge.attention_backend import CachedAttentionLayer, StepMetadata, step_metadata
 from bridge.buckets import bucket_of
 from bridge.graphs import PolicyGraphs
 from bridge.non_finite import HEAD, Fault, bad_rows, first_bad_region
 from bridge.translate import merge_segments
 from bridge.weights import EngineWeights
-from contracts import bits_float, load_contract
+from contracts import bits_float, float_bits, load_contract
 from isojax.weights.load import load_policy
 from pallas_kernels import counters
 
@@ -44,8 +48,13 @@ class IsojaxPolicyForCausalLM(nn.Module):
         config = policy.config
         graphs = PolicyGraphs.translate(policy)
         self.weights = EngineWeights(policy, widened=graphs.widened, plain=graphs.plain)
-        temperature = bits_float(self.contract.semantics.temperature)
-        self._hidden_graph, self._head_graph = graphs.bind(self.weights, policy, temperature)
+        self._temperature = bits_float(self.contract.semantics.temperature)
+        self._rope_table = to_torch(policy.buffers["rope_table"]).clone()
+        constants = {
+            "rope_table": self._rope_table,
+            "temperature": torch.tensor(self._temperature, dtype=torch.float32),
+        }
+        self._hidden_graph, self._head_graph = graphs.bind(self.weights, constants)
         # The same graphs with fewer calls; the unmerged ones are what people read and what faults are found in.
         self._hidden, self._head = merge_segments(self._hidden_graph), merge_segments(self._head_graph)
         self.layers = nn.ModuleList(
@@ -61,7 +70,6 @@ class IsojaxPolicyForCausalLM(nn.Module):
             )
             for layer in range(config.num_layers)
         )
-        self.vocab_size = config.vocab_size
         self.batch: BatchView | None = None
         self.tap: RowTap | None = None
         self.faults: list[Fault] = []
@@ -88,7 +96,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
         tokens_T[:tokens] = input_ids
         positions_T[:tokens] = positions
         metadata = step_metadata()
-        with counters.case("engine_decode" if metadata is not None and metadata.decode else "engine_prefill"):
+        with _case_of(metadata):
             hidden_TH = self._hidden(tokens_T, positions_T)
         hidden = hidden_TH[:tokens]
         self._step = None
@@ -106,8 +114,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
         rows = hidden_states.shape[0]
         hidden_NH = torch.zeros(bucket_of(rows), hidden_states.shape[1], dtype=hidden_states.dtype)
         hidden_NH[:rows] = hidden_states
-        decode = self._step is not None and self._step.metadata.decode
-        with counters.case("engine_decode" if decode else "engine_prefill"):
+        with _case_of(None if self._step is None else self._step.metadata):
             log_probs = self._head(hidden_NH)[:rows]
         if self._step is not None and self.batch is not None:
             self._check_and_tap(log_probs, hidden_states, self._step, self.batch)
@@ -127,12 +134,19 @@ class IsojaxPolicyForCausalLM(nn.Module):
         for region, case in counters.snapshot().served:
             if case is not None and case.startswith("engine_"):
                 served.setdefault(case, []).append(region)
+        hidden_size = self.weights.config.hidden_size
+        probe = self._head(torch.zeros(bucket_of(1), hidden_size, dtype=self.weights.dtype))
         return {
             "regions": regions,
             "served": {case: sorted(names) for case, names in served.items()},
-            "parameter_dtype": str(self.weights.dtype).removeprefix("torch."),
-            "kv_cache_dtype": str(self.layers[0].kv_cache.dtype).removeprefix("torch."),
+            "device_kind": jax.local_devices(backend="cpu")[0].device_kind,
+            "temperature": float_bits(self._temperature),
+            "rope_table_digest": hashlib.sha256(self._rope_table.numpy().tobytes()).hexdigest(),
+            "parameter_dtype": _name(self.weights.dtype),
+            "kv_cache_dtype": _name(self.layers[0].kv_cache.dtype),
             "head_rows": int(self.weights.head.shape[0]),
+            "head_operand_dtype": _name(self.weights.dtype),
+            "head_output_dtype": _name(probe.dtype),
             "weight_digest": self.weights.digest,
         }
 
@@ -174,6 +188,17 @@ class _Step:
             # One row a request, in the batch's order: that of its last token.
             flat = (torch.searchsorted(requests, torch.arange(len(batch), dtype=torch.int32), right=True) - 1).tolist()
         return [(batch.owner(int(requests[row]), int(self._positions[row])), row) for row in flat]
+
+
+def _case_of(metadata: StepMetadata | None) -> AbstractContextManager[None]:
+    """What the step's calls count as. A step that mixes both counts as prefill; vLLM's profiling runs as neither."""
+    if metadata is None:
+        return nullcontext()
+    return counters.case("engine_decode" if metadata.decode else "engine_prefill")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _region_name(target: object) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +91,10 @@ class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
             self._weights.write(piece.name, piece.start, values)
 
     def finish_weight_update(self) -> None:
-        """Checks that every element was written once."""
+        """Takes the digest of what is held now; after an incomplete update there is none, and the engine refuses to run.
+
+        It does not raise, since vLLM would then never end the session.
+        """
         self._weights.finish_update()
 
     def shutdown(self) -> None:
@@ -153,9 +155,3 @@ class WeightSender:
         if pieces:
             yield pieces
 
-
-@contextmanager
-def weight_update(llm: LLM) -> Iterator[None]:
-    """vLLM's update session, which refuses a second one; left open when the body fails, since the weights are then mixed."""
-    llm.start_weight_update()
-    yield

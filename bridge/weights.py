@@ -76,7 +76,14 @@ class EngineWeights(nn.Module):
             parameter = self.get_parameter(entry.packed.replace(".", "_"))
             # Through the attribute, as vLLM's own loaders do: tools wrap it.
             parameter.weight_loader(parameter, tensor, entry)
-        self.finish_update()
+        wrong = self.finish_update()
+        if wrong:
+            raise BadCheckpoint(
+                field=", ".join(sorted(wrong)),
+                found=f"{sorted(wrong.values())} elements missing (negative: written twice)",
+                allowed="every element exactly once",
+                reason="The checkpoint does not hold all of the policy, or holds a part of it twice.",
+            )
         return {f"weights.{name.replace('.', '_')}" for name in self._tensors}
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
@@ -101,17 +108,12 @@ class EngineWeights(nn.Module):
         self.digest = None
         self._missing = {name: tensors[0].numel() for name, tensors in self._tensors.items()}
 
-    def finish_update(self) -> None:
-        """Takes the digest. Raises BadCheckpoint if some elements were not written, or some twice."""
+    def finish_update(self) -> dict[str, int]:
+        """Takes the digest, unless some parameter's elements were not all written: then returns how many are missing."""
         wrong = {name: count for name, count in self._missing.items() if count}
-        if wrong:
-            raise BadCheckpoint(
-                field=", ".join(sorted(wrong)),
-                found=f"{sorted(wrong.values())} elements missing (negative: written twice)",
-                allowed="every element exactly once",
-                reason="The weights would be a mixture of two versions.",
-            )
-        self.digest = self.compute_digest()
+        if not wrong:
+            self.digest = self.compute_digest()
+        return wrong
 
     def compute_digest(self) -> str:
         """The digest of what is held now. Raises BadCheckpoint if the two forms of a parameter differ."""
