@@ -1,7 +1,8 @@
-"""Loops that XLA:CPU can neither remove, unroll nor fuse with neighbours: what keeps a region's bits its own.
+"""Loops that XLA:CPU can neither remove, unroll, hoist from nor fuse with neighbours: a region's bits stay its own.
 
-Every CPU form does its rounding inside the body of such a loop, over tiles of one fixed shape. The trip count is data
-(`hidden_zero` is added to it), so XLA never sees a loop of one trip, which it would inline and fuse with neighbours.
+Every CPU form rounds only inside the body of such a loop. The trip count is data (a hidden zero is added to it), so
+XLA never sees a loop of one trip, which it would inline. The operands of the body depend on the trip (through another
+hidden zero), so XLA never finds the body invariant, which it would move out.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,15 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.rounding import from_storage, narrow, storage, storage_dtype, widen
+
 ROW_TILE = 16
 
 
 def hidden_zero(operand: jax.Array) -> jax.Array:
     """An int32 zero that the compiler must compute: the sign bit of a first element whose sign was cleared."""
-    first = operand[(0,) * operand.ndim]
-    if jnp.issubdtype(first.dtype, jnp.floating):
-        first = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
-    return lax.shift_right_logical(first.astype(jnp.int32) & 0x7FFFFFFF, jnp.int32(31))
+    first = storage(operand[(0,) * operand.ndim])
+    bits = lax.bitcast_convert_type(first, jnp.int32) if first.dtype == jnp.float32 else first.astype(jnp.int32)
+    return lax.shift_right_logical(bits & 0x7FFFFFFF, 31)
+
+
+def trip_zero(trip: jax.Array) -> jax.Array:
+    """An int32 zero that depends on the loop's trip: the sign bit of the counter."""
+    return lax.shift_right_logical(trip.astype(jnp.int32), 31)
 
 
 def pin(value: jax.Array, zero: jax.Array) -> jax.Array:
@@ -31,11 +38,19 @@ def pin(value: jax.Array, zero: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.int32) | zero, jnp.float32)
 
 
-def isolated(function: Callable[..., Any], zero: jax.Array, *operands: jax.Array) -> Any:
-    """`function(*operands)` as the body of a loop that runs once: nothing outside can fuse with it."""
-    shapes = jax.eval_shape(function, *operands)
-    empty = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-    return lax.fori_loop(0, 1 + zero, lambda _, __: function(*operands), empty)
+def constant(value: float, zero: jax.Array) -> jax.Array:
+    """An fp32 scalar that the compiler cannot fold into its neighbours."""
+    return pin(jnp.float32(value), zero)
+
+
+def divide(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
+    """fp32 division, rounded once; the divisor may be broadcast.
+
+    XLA rewrites a division by a broadcast as a product with the reciprocal, which rounds twice. So the broadcast
+    divisor is merged with a zero that is hidden in every single element of the dividend.
+    """
+    bits = lax.bitcast_convert_type(dividend, jnp.int32)
+    return dividend / pin(jnp.broadcast_to(divisor, dividend.shape), lax.shift_right_logical(bits & 0x7FFFFFFF, 31))
 
 
 def tile_count(size: Any, tile: int) -> Any:
@@ -59,24 +74,28 @@ def map_row_tiles(
     function: Callable[..., tuple[jax.Array, ...]],
     arrays: Sequence[jax.Array],
     results: Sequence[tuple[tuple[int, ...], Any]],
-    zero: jax.Array,
     tile: int = ROW_TILE,
 ) -> tuple[jax.Array, ...]:
     """Applies `function` to tiles of `tile` rows of `arrays`, one after the other.
 
-    `results` gives the shape after the row axis and the dtype of each result. All arrays have the same row count.
+    `function(zero, *tiles)` gets a hidden zero for its pins and the tiles, floats widened to fp32; it returns fp32
+    tiles, which are rounded once to the dtypes in `results` (shape after the row axis, dtype). All arrays have the same
+    number of rows, at least one.
     """
     rows = arrays[0].shape[0]
-    padded = [pad_rows(array, tile) for array in arrays]
-    outputs = tuple(jnp.zeros((padded[0].shape[0], *shape), dtype) for shape, dtype in results)
+    zero = hidden_zero(arrays[0])
+    padded = [pad_rows(storage(array), tile) for array in arrays]
+    outputs = tuple(jnp.zeros((padded[0].shape[0], *shape), storage_dtype(dtype)) for shape, dtype in results)
 
     def body(trip: jax.Array, outputs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tiles = [lax.dynamic_slice_in_dim(array, trip * tile, tile) for array in padded]
-        updates = function(*tiles)
+        own_zero = zero | trip_zero(trip)
+        tiles = [widen(lax.dynamic_slice_in_dim(array, trip * tile, tile)) for array in padded]
+        tiles = [pin(rows, own_zero) if rows.dtype == jnp.float32 else rows for rows in tiles]
+        updates = function(own_zero, *tiles)
         return tuple(
-            lax.dynamic_update_slice_in_dim(output, update, trip * tile, 0)
-            for output, update in zip(outputs, updates, strict=True)
+            lax.dynamic_update_slice_in_dim(output, narrow(update, dtype), trip * tile, 0)
+            for output, update, (_, dtype) in zip(outputs, updates, results, strict=True)
         )
 
-    trips = jnp.int32(tile_count(rows, tile)) + zero
-    return tuple(output[:rows] for output in lax.fori_loop(0, trips, body, outputs))
+    outputs = lax.fori_loop(0, jnp.int32(tile_count(rows, tile)) + zero, body, outputs)
+    return tuple(from_storage(output[:rows], dtype) for output, (_, dtype) in zip(outputs, results, strict=True))

@@ -120,8 +120,9 @@ def differentiable(
 ) -> Callable[..., Any]:
     """Wraps `region.bind` in a custom VJP and returns `call(*operands, **parameters)`.
 
-    `keep(operands, results)` chooses the residuals. `backward(residuals, cotangents, **parameters)` returns one cotangent per
-    operand in the operand's dtype, None for integers; it is plain JAX and not bound by the rounding schedule.
+    `keep(operands, results)` chooses the residuals. `backward(residuals, cotangents, **parameters)` returns one
+    cotangent per operand in the operand's dtype, None for integers; it is plain JAX and not bound by the rounding
+    schedule.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,29 +1,23 @@
 """Both attention forms for XLA:CPU: they differ only in where a block of keys is read.
 
-T tokens, H query heads over K key heads, D head size; q query tile, m rows of a key head's tile (q times H / K), b block.
+T tokens, H query heads over K key heads, D head size; q query tile, b block of keys.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.spec import BLOCK, QUERY_TILE
-from pallas_kernels.loops import hidden_zero, pin
+from pallas_kernels.attention.schedule import attend
+from pallas_kernels.attention.spec import BLOCK, FEW_TOKENS, QUERY_TILES
+from pallas_kernels.loops import hidden_zero, pin, trip_zero
+from pallas_kernels.rounding import from_storage, narrow, storage, storage_dtype, widen
 
-# Reads a block: (first token of the item, its position, first position of the block) to keys and values [b, K, D].
-ReadBlock = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
-
-class Softmax(NamedTuple):
-    """The running state of an online softmax: maximum and sum [K, m], weighted values [K, m, D]."""
-
-    maximum_Km: jax.Array
-    total_Km: jax.Array
-    values_KmD: jax.Array
+# (first token of an item, its position, first position of a block) to the block's stored keys and values [b, K, D]
+ReadItemBlock = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def attention(
@@ -41,14 +35,14 @@ def attention(
     if 0 in q_THD.shape:
         return (jnp.zeros(q_THD.shape, q_THD.dtype),)
     block = min(BLOCK, split)
-    k, v = (jnp.pad(array, ((0, block), (0, 0), (0, 0))) for array in (k_TKD, v_TKD))
+    k, v = (jnp.pad(storage(array), ((0, block), (0, 0), (0, 0))) for array in (k_TKD, v_TKD))
 
     def read(token: jax.Array, position: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = token - position + start
         return lax.dynamic_slice_in_dim(k, row, block), lax.dynamic_slice_in_dim(v, row, block)
 
-    items = work_items(positions_T, positions_T == 0, v_TKD)
-    return (run_items(q_THD, positions_T, items, read, k_TKD.shape[1], scale, split, q_THD.dtype),)
+    first_T = positions_T == 0
+    return (run_items(q_THD, positions_T, first_T, storage(v_TKD), read, scale, split),)
 
 
 def paged_attention(
@@ -75,151 +69,71 @@ def paged_attention(
         return block_table_RP[jnp.maximum(request, 0), column] * page + positions % page
 
     def rows(cache: jax.Array, index: jax.Array) -> jax.Array:
-        values = cache.reshape(-1, key_heads, head)[index]
-        return lax.bitcast_convert_type(values, q_THD.dtype) if cache.dtype == jnp.int16 else values
+        words = lax.bitcast_convert_type(cache, jnp.uint16) if cache.dtype == jnp.int16 else storage(cache)
+        return words.reshape(-1, key_heads, head)[index]
 
     def read(token: jax.Array, position: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
         index = rows_of(request_of_token_T[token], start + jnp.arange(block, dtype=jnp.int32))
         return rows(k_cache, index), rows(v_cache, index)
 
-    previous = jnp.concatenate([jnp.full(1, -1, request_of_token_T.dtype), request_of_token_T[:-1]])
-    before = jnp.concatenate([jnp.full(1, -1, positions_T.dtype), positions_T[:-1]])
-    first = (request_of_token_T != previous) | (positions_T != before + 1) | (request_of_token_T < 0)
-    items = work_items(positions_T, first, rows(v_cache, rows_of(request_of_token_T, positions_T)))
-    out = run_items(q_THD, positions_T, items, read, key_heads, scale, split, q_THD.dtype)
-    return (jnp.where((request_of_token_T < 0)[:, None, None], jnp.zeros((), q_THD.dtype), out),)
+    live_T = request_of_token_T >= 0
+    same_request_T = request_of_token_T[1:] == request_of_token_T[:-1]
+    follows_T = same_request_T & (positions_T[1:] == positions_T[:-1] + 1)
+    first_T = ~live_T | ~jnp.concatenate([jnp.zeros(1, bool), follows_T])
+    own_values_TKD = rows(v_cache, rows_of(request_of_token_T, positions_T))
+    positions_T = jnp.where(live_T, positions_T, 0)
+    out = run_items(q_THD, positions_T, first_T, own_values_TKD, read, scale, split)
+    return (jnp.where(live_T[:, None, None], out, jnp.zeros((), out.dtype)),)
 
 
-def work_items(positions_T: jax.Array, first_T: jax.Array, v_TKD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cuts tokens into items of at most a query tile of one segment: first token of each (T behind the last), count.
+def query_tile(tokens: object) -> int:
+    """Queries of one item; neutral for the bits."""
+    return QUERY_TILES[0] if isinstance(tokens, int) and tokens <= FEW_TOKENS else QUERY_TILES[1]
+
+
+def work_items(positions_T: jax.Array, first_T: jax.Array, v_TKD: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts tokens into items of at most `tile` of one segment: the first token of each (T behind the last), and a count.
 
     A token whose value holds NaN or infinity starts an item: its predecessors then never multiply it by zero.
     """
     tokens = positions_T.shape[0]
-    broken_T = ~jnp.all(jnp.isfinite(v_TKD), axis=(1, 2))
-    starts_T = first_T | (positions_T % QUERY_TILE == 0) | broken_T
-    starts_T = starts_T | (jnp.arange(tokens) == 0)
+    broken_T = ~jnp.all(jnp.isfinite(widen(v_TKD)), axis=(1, 2))
+    starts_T = first_T | (positions_T % tile == 0) | broken_T | (jnp.arange(tokens) == 0)
     index_T = jnp.cumsum(starts_T.astype(jnp.int32)) - 1
     slots_T = jnp.where(starts_T, index_T, tokens)
     first = jnp.full(tokens + 1, tokens, jnp.int32)
-    first = first.at[slots_T].min(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
-    return first, index_T[-1] + 1
+    return first.at[slots_T].min(jnp.arange(tokens, dtype=jnp.int32)), index_T[-1] + 1
 
 
 def run_items(
     q_THD: jax.Array,
     positions_T: jax.Array,
-    items: tuple[jax.Array, jax.Array],
-    read: ReadBlock,
-    key_heads: int,
+    first_T: jax.Array,
+    v_TKD: jax.Array,
+    read: ReadItemBlock,
     scale: float,
     split: int,
-    dtype: jnp.dtype,
 ) -> jax.Array:
     """One item after the other; an item writes a whole tile, and its successors overwrite the rows behind its own."""
     tokens, heads, head = q_THD.shape
+    key_heads, dtype, tile = v_TKD.shape[1], q_THD.dtype, query_tile(tokens)
     group = heads // key_heads
-    first, count = items
+    first, count = work_items(positions_T, first_T, v_TKD, tile)
     zero = hidden_zero(q_THD)
+    q_words = storage(q_THD)
 
     def item(number: jax.Array, out: jax.Array) -> jax.Array:
+        own_zero = zero | trip_zero(number)
         token = first[number]
         position = positions_T[token]
-        length = position + jnp.minimum(first[number + 1] - token, QUERY_TILE)
-        rows = jnp.minimum(token + jnp.arange(QUERY_TILE), tokens - 1)
-        q_KmD = jnp.moveaxis(q_THD[rows].reshape(QUERY_TILE, key_heads, group, head), 0, 1)
-        q_KmD = q_KmD.reshape(key_heads, QUERY_TILE * group, head).astype(jnp.float32)
-        position_m = jnp.repeat(position + jnp.arange(QUERY_TILE), group)
-        tile_KmD = attend(q_KmD, position_m, length, partial(read, token, position), scale, split, dtype, zero)
-        tile = jnp.moveaxis(tile_KmD.reshape(key_heads, QUERY_TILE, group, head), 1, 0)
-        return lax.dynamic_update_slice_in_dim(out, tile.reshape(QUERY_TILE, heads, head), token, 0)
+        length = position + jnp.minimum(first[number + 1] - token, tile)
+        rows = jnp.minimum(token + jnp.arange(tile), tokens - 1)
+        q_qHD = pin(widen(q_words[rows]), own_zero)
+        q_KmD = jnp.moveaxis(q_qHD.reshape(tile, key_heads, group, head), 0, 1).reshape(key_heads, -1, head)
+        position_m = jnp.repeat(position + jnp.arange(tile), group)
+        out_KmD = attend(q_KmD, position_m, length, partial(read, token, position), scale, split, dtype, own_zero)
+        out_qHD = jnp.moveaxis(out_KmD.reshape(key_heads, tile, group, head), 1, 0).reshape(tile, heads, head)
+        return lax.dynamic_update_slice_in_dim(out, narrow(out_qHD, dtype), token, 0)
 
-    out = jnp.zeros((tokens + QUERY_TILE, heads, head), dtype)
-    return lax.fori_loop(0, count + zero, item, out)[:tokens]
-
-
-def attend(
-    q_KmD: jax.Array,
-    position_m: jax.Array,
-    length: jax.Array,
-    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    scale: float,
-    split: int,
-    dtype: jnp.dtype,
-    zero: jax.Array,
-) -> jax.Array:
-    """The schedule: splits in ascending order, blocks inside a split, one division and one round."""
-    block = min(BLOCK, split)
-    key_heads, rows, head = q_KmD.shape
-    empty = Softmax(
-        jnp.full((key_heads, rows), -jnp.inf, jnp.float32),
-        jnp.zeros((key_heads, rows), jnp.float32),
-        jnp.zeros((key_heads, rows, head), jnp.float32),
-    )
-
-    def one_block(number: jax.Array, state: Softmax, first_position: jax.Array) -> Softmax:
-        start = first_position + number * block
-        k_bKD, v_bKD = read(start)
-        return block_update(q_KmD, position_m, length, start, k_bKD, v_bKD, state, scale, dtype, zero)
-
-    def one_split(number: jax.Array, state: Softmax) -> Softmax:
-        first_position = number * split
-        blocks = (jnp.minimum(length - first_position, split) + block - 1) // block
-        own = lax.fori_loop(0, blocks + zero, lambda n, s: one_block(n, s, first_position), empty)
-        return choose(position_m >= first_position, merge(state, own, number == 0, zero), state)
-
-    state = lax.fori_loop(0, (length + split - 1) // split + zero, one_split, empty)
-    return (state.values_KmD / state.total_Km[..., None]).astype(dtype)
-
-
-def block_update(
-    q_KmD: jax.Array,
-    position_m: jax.Array,
-    length: jax.Array,
-    start: jax.Array,
-    k_bKD: jax.Array,
-    v_bKD: jax.Array,
-    state: Softmax,
-    scale: float,
-    dtype: jnp.dtype,
-    zero: jax.Array,
-) -> Softmax:
-    """Takes one block of keys into the state; rows that see none of it keep their state, bit for bit."""
-    position_b = start + jnp.arange(k_bKD.shape[0], dtype=jnp.int32)
-    inside_b = (position_b < length)[:, None, None]
-    k_KbD, v_KbD = (jnp.moveaxis(jnp.where(inside_b, array.astype(jnp.float32), 0.0), 1, 0) for array in (k_bKD, v_bKD))
-    visible_mb = position_b[None, :] <= position_m[:, None]
-    dot = lax.dot_general(q_KmD, k_KbD, (((2,), (2,)), ((0,), (0,))), precision=lax.Precision.HIGHEST)
-    score = jnp.where(visible_mb, pin(dot * pin(jnp.float32(scale), zero), zero), -jnp.inf)
-    maximum = jnp.maximum(state.maximum_Km, jnp.max(score, axis=-1))
-    weight = jnp.where(visible_mb, pin(jnp.exp(score - maximum[..., None]), zero), 0.0)
-    keep = pin(jnp.exp(state.maximum_Km - maximum), zero)
-    rounded = weight.astype(dtype).astype(jnp.float32)
-    values = lax.dot_general(rounded, v_KbD, (((2,), (1,)), ((0,), (0,))), precision=lax.Precision.HIGHEST)
-    updated = Softmax(
-        maximum,
-        pin(state.total_Km * keep, zero) + jnp.sum(weight, axis=-1),
-        pin(state.values_KmD * keep[..., None], zero) + values,
-    )
-    return choose(position_m >= start, updated, state)
-
-
-def merge(state: Softmax, own: Softmax, first: jax.Array, zero: jax.Array) -> Softmax:
-    """The split `own` after all earlier ones; the first split is taken as it is."""
-    maximum = jnp.maximum(state.maximum_Km, own.maximum_Km)
-    left, right = (pin(jnp.exp(part.maximum_Km - maximum), zero) for part in (state, own))
-    merged = Softmax(
-        maximum,
-        pin(state.total_Km * left, zero) + pin(own.total_Km * right, zero),
-        pin(state.values_KmD * left[..., None], zero) + pin(own.values_KmD * right[..., None], zero),
-    )
-    return Softmax(*(jnp.where(first, a, b) for a, b in zip(own, merged, strict=True)))
-
-
-def choose(rows_m: jax.Array, new: Softmax, old: Softmax) -> Softmax:
-    """The new state on the chosen rows, the old one elsewhere."""
-    return Softmax(
-        jnp.where(rows_m, new.maximum_Km, old.maximum_Km),
-        jnp.where(rows_m, new.total_Km, old.total_Km),
-        jnp.where(rows_m[:, None], new.values_KmD, old.values_KmD),
-    )
+    out = jnp.zeros((tokens + tile, heads, head), storage_dtype(dtype))
+    return from_storage(lax.fori_loop(0, count + zero, item, out)[:tokens], dtype)

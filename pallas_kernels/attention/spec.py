@@ -1,23 +1,33 @@
 """What the two attention regions compute, how they round and what can go wrong."""
 
 from pallas_kernels.region import Spec
+from pallas_kernels.rounding import LANES
 
-QUERY_TILE = 4
+# Queries of one item: few while decoding, many for long batches. Neutral for the bits, as the matmul's row tiles are.
+QUERY_TILES = (4, 32)
+FEW_TOKENS = 32
 BLOCK = 128
 
-_CONSTANTS = {"cpu_query_tile": QUERY_TILE, "cpu_block": BLOCK, "cpu_sum_order": "xla:cpu"}
+_CONSTANTS: dict[str, int | float | str] = {
+    "cpu_query_tiles": str(QUERY_TILES),
+    "cpu_block": BLOCK,
+    "cpu_lanes": LANES,
+    "cpu_exp": "xla:cpu",
+}
 _ROUNDING = (
-    "scores, weights and sums are fp32; a score is the dot times scale",
-    "blocks of keys are aligned at absolute position 0; splits have `split` keys",
+    "a score is a fused multiply-add chain over the head dimension, then a product with scale",
+    "weights, sums and products are fp32, each rounded on its own",
+    "blocks of 128 keys are aligned at absolute position 0; splits have `split` keys",
     "online softmax inside a split; a split starts from its own first block",
     "the first split initialises, later ones merge in ascending order; never a lazy rescale",
-    "weights are rounded to the operand's dtype for the product with V, their sum uses the unrounded ones",
+    "the weights of a block sum in 64 lanes, then in halves, before they are rounded",
+    "weights are rounded to the operand's dtype for the product with V, a fused multiply-add chain over the block",
     "one division by the sum and one round at the end",
 )
 _HAZARDS = (
     "0 x NaN from values behind a row's length: keys and values there are zeroed",
     "a fully masked block that moves a bit: every update is selected a row",
-    "a query tile, split count or block chosen by the batch",
+    "a query tile, split count or block chosen by the batch that moves a bit",
     "page size",
 )
 

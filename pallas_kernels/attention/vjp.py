@@ -9,7 +9,7 @@ import jax.numpy as jnp
 def backward(residuals: Any, cotangent_THD: jax.Array, *, scale: float, split: int) -> tuple[Any, ...]:
     """Cotangents of q, k and v; positions, segments and layer get none."""
     q_THD, k_TKD, v_TKD, positions_T, *_ = residuals
-    tokens, heads, head = q_THD.shape
+    tokens, _, head = q_THD.shape
     key_heads = k_TKD.shape[1]
     start_T = jnp.arange(tokens) - positions_T
     visible = (start_T[:, None] == start_T[None, :]) & (jnp.arange(tokens)[:, None] >= jnp.arange(tokens)[None, :])

@@ -61,8 +61,8 @@ _token_call = differentiable(TOKEN_REGION, vjp.token_backward)
 def log_prob_rows(x_TH: jax.Array, w_VH: jax.Array, temperature: jax.Array | float, *, vocab_size: int) -> jax.Array:
     """log_softmax(x @ w.T / temperature), fp32 [T, vocab_size].
 
-    Rows of `w` from `vocab_size` on are padding and count as -inf. `w` may be stored wider than `x`. A NaN or an
-    infinity among a row's logits makes the whole row NaN. Raises ValueError for shapes that do not fit.
+    Rows of `w` from `vocab_size` on are padding and count as -inf. `w` may be stored wider than `x`. A NaN or
+    +infinity among a row's logits makes the whole row NaN. Raises ValueError for shapes that do not fit.
     """
     return _rows_call(x_TH, w_VH, jnp.asarray(temperature, jnp.float32), vocab_size=vocab_size)
 
@@ -72,6 +72,7 @@ def token_log_probs(
 ) -> jax.Array:
     """The same log-probabilities at one target a row, fp32 [T], without a [T, vocab_size] array.
 
-    Bit for bit `log_prob_rows(...)[t, targets[t]]`. Targets are int32 in [0, vocab_size).
+    Bit for bit `log_prob_rows(...)[t, targets[t]]`. Targets are int32; one outside
+    [0, vocab_size) gives NaN.
     """
     return _token_call(x_TH, w_VH, targets_T, jnp.asarray(temperature, jnp.float32), vocab_size=vocab_size)

@@ -1,14 +1,32 @@
-"""The matmul for XLA:CPU: fixed row and column tiles, K in leaves.
+"""The matmul for XLA:CPU: row tiles against the whole weight, K in leaves.
 
-T tokens, N columns of the result, K depth; r a row tile, c a column tile.
+T tokens, N columns of the result, K depth; r a row tile.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.loops import ROW_TILE, hidden_zero, pad_rows, tile_count
-from pallas_kernels.matmul.spec import COLUMN_TILE
+from pallas_kernels.loops import map_row_tiles, pin, tile_count
+from pallas_kernels.matmul.spec import COLUMN_TILE, ROW_TILES
+from pallas_kernels.rounding import round_to, widen
+
+
+def row_tile(rows: object) -> int:
+    """The rows of one dot: the smallest tile that holds all, or the largest; the largest for a symbolic number."""
+    return next((tile for tile in ROW_TILES if isinstance(rows, int) and rows <= tile), ROW_TILES[-1])
+
+
+def pad_columns(w: jax.Array) -> jax.Array:
+    """Zero columns of the result up to a multiple of 64: other widths would be summed in another order."""
+    columns = w.shape[0]
+    return jnp.pad(w, ((0, tile_count(columns, COLUMN_TILE) * COLUMN_TILE - columns), *((0, 0),) * (w.ndim - 1)))
+
+
+def chain_dot(x_rK: jax.Array, w_NK: jax.Array) -> jax.Array:
+    """One leaf, fp32: the only place where a matmul's dot is written. Needs at least 2 rows and 64 i columns."""
+    contract_last = (((1,), (1,)), ((), ()))
+    return lax.dot_general(x_rK, w_NK, contract_last, lax.Precision.HIGHEST, jnp.float32)
 
 
 def fold(leaves: list[jax.Array]) -> jax.Array:
@@ -18,22 +36,12 @@ def fold(leaves: list[jax.Array]) -> jax.Array:
     return leaves[0]
 
 
-def tile_leaves(x_rK: jax.Array, w_cK: jax.Array, leaves: int) -> list[jax.Array]:
-    """One fp32 tile per leaf of K: the only place where a dot is written, so all regions share its bits."""
+def leaf_dots(x_rK: jax.Array, w_NK: jax.Array, leaves: int, zero: jax.Array) -> list[jax.Array]:
+    """One fp32 tile per leaf of K."""
     depth = x_rK.shape[1] // leaves
-    # Widening is exact. XLA:CPU sums a bf16 dot in another order, so stored and widened weights must meet in fp32.
-    x_rK, w_cK = x_rK.astype(jnp.float32), w_cK.astype(jnp.float32)
-    contract_last = (((1,), (1,)), ((), ()))
-    return [
-        lax.dot_general(
-            lax.slice_in_dim(x_rK, leaf * depth, (leaf + 1) * depth, axis=1),
-            lax.slice_in_dim(w_cK, leaf * depth, (leaf + 1) * depth, axis=1),
-            contract_last,
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        for leaf in range(leaves)
-    ]
+    pieces = [slice(leaf * depth, (leaf + 1) * depth) for leaf in range(leaves)]
+    # The pin keeps a following add out of the dot, where it could become the start of the chain.
+    return [pin(chain_dot(x_rK[:, piece], w_NK[:, piece]), zero) for piece in pieces]
 
 
 def matmul(
@@ -41,25 +49,14 @@ def matmul(
 ) -> tuple[jax.Array]:
     """The region's CPU form."""
     tokens, columns = x_TK.shape[0], w_NK.shape[0]
-    if tokens == 0:
-        return (jnp.zeros((0, columns), out_dtype),)
-    zero = hidden_zero(x_TK)
-    x, w = pad_rows(x_TK, ROW_TILE), pad_rows(w_NK, COLUMN_TILE)
-    bias = None if bias_N is None else pad_rows(bias_N, COLUMN_TILE).astype(jnp.float32)
+    if tokens == 0 or columns == 0:
+        return (jnp.zeros((tokens, columns), out_dtype),)
+    w = pad_columns(widen(w_NK))
+    bias = None if bias_N is None else pad_columns(widen(bias_N))
 
-    def column_tile(column: jax.Array, y: jax.Array) -> jax.Array:
-        w_cK = lax.dynamic_slice_in_dim(w, column * COLUMN_TILE, COLUMN_TILE).astype(jnp.float32)
+    def tile(zero: jax.Array, x_rK: jax.Array) -> tuple[jax.Array]:
+        y_rN = fold(leaf_dots(x_rK, w, leaves, zero))
+        return (y_rN if bias is None else round_to(y_rN, out_dtype) + bias,)
 
-        def row_tile(row: jax.Array, y: jax.Array) -> jax.Array:
-            x_rK = lax.dynamic_slice_in_dim(x, row * ROW_TILE, ROW_TILE)
-            y_rc = fold(tile_leaves(x_rK, w_cK, leaves)).astype(out_dtype)
-            if bias is not None:
-                bias_c = lax.dynamic_slice_in_dim(bias, column * COLUMN_TILE, COLUMN_TILE)
-                y_rc = (y_rc.astype(jnp.float32) + bias_c).astype(out_dtype)
-            return lax.dynamic_update_slice(y, y_rc, (row * ROW_TILE, column * COLUMN_TILE))
-
-        return lax.fori_loop(0, jnp.int32(tile_count(tokens, ROW_TILE)) + zero, row_tile, y)
-
-    y = jnp.zeros((x.shape[0], w.shape[0]), out_dtype)
-    y = lax.fori_loop(0, jnp.int32(tile_count(columns, COLUMN_TILE)) + zero, column_tile, y)
-    return (y[:tokens, :columns],)
+    (y,) = map_row_tiles(tile, [x_TK], [((w.shape[0],), out_dtype)], row_tile(tokens))
+    return (y[:, :columns],)

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.loops import hidden_zero, map_row_tiles, pin
+from pallas_kernels.loops import map_row_tiles, pin
+from pallas_kernels.rounding import round_to
 
 
 def swiglu(gate_up_T2I: jax.Array) -> tuple[jax.Array]:
@@ -11,13 +12,12 @@ def swiglu(gate_up_T2I: jax.Array) -> tuple[jax.Array]:
     dtype, inner = gate_up_T2I.dtype, gate_up_T2I.shape[1] // 2
     if 0 in gate_up_T2I.shape:
         return (jnp.zeros((gate_up_T2I.shape[0], inner), dtype),)
-    zero = hidden_zero(gate_up_T2I)
 
-    def tile(gate_up_r2I: jax.Array) -> tuple[jax.Array]:
-        gate, up = (half.astype(jnp.float32) for half in jnp.split(gate_up_r2I, 2, axis=1))
-        # The pin keeps exp's last product and the + 1 two roundings.
-        silu = (gate / (pin(jnp.exp(-gate), zero) + 1.0)).astype(dtype)
-        return ((silu.astype(jnp.float32) * up).astype(dtype),)
+    def tile(zero: jax.Array, gate_up_r2I: jax.Array) -> tuple[jax.Array]:
+        gate, up = gate_up_r2I[:, :inner], gate_up_r2I[:, inner:]
+        # The pin keeps the last product inside exp and the + 1 two roundings.
+        silu = gate / (pin(jnp.exp(-gate), zero) + jnp.float32(1.0))
+        return (round_to(silu, dtype) * up,)
 
-    (y,) = map_row_tiles(tile, [gate_up_T2I], [((inner,), dtype)], zero)
+    (y,) = map_row_tiles(tile, [gate_up_T2I], [((inner,), dtype)])
     return (y,)
