@@ -48,15 +48,15 @@ def torch_dtype(dtype: jnp.dtype) -> torch.dtype:
 
 
 def dispatch_synchronously() -> bool:
-    """Asks XLA:CPU to run every call on the calling thread; returns whether that is now the case.
+    """Asks XLA:CPU to run every call on the calling thread; returns False if it is too late to ask.
 
-    It saves two thread switches a call, about 25 microseconds. It works only before JAX has started its CPU client, and
-    changes no result: results are waited for in either mode. The first caller in a process should be the plugin.
+    It saves two thread switches a call, 25 to 40 microseconds. It works only before JAX has started its CPU client, so
+    it belongs at the start of an engine's process. It changes no result: the ops wait for theirs in either mode.
     """
-    if not backends_are_initialized():
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-        return True
-    return not jax.config.jax_cpu_enable_async_dispatch
+    if backends_are_initialized():
+        return False
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    return True
 
 
 def as_int32(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,13 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     """A JAX array of a CPU tensor: its own memory if `is_viewable`, else a contiguous aligned copy made here.
 
     The array keeps the memory alive. Values are read when a computation that takes the array runs, so whoever writes to
-    the tensor must first wait for that computation; the ops here wait before they return.
+    the tensor must first wait for that computation; the ops here wait before they return. Raises TypeError for a dtype
+    that no region takes, OverflowError for an int64 value beyond int32.
     """
     if tensor.dtype is torch.int64:
         tensor = as_int32(tensor)
+    elif tensor.dtype not in JAX_DTYPES:
+        jax_dtype(tensor.dtype)  # Raises the explanation.
     if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():
         # torch's CPU allocator aligns to 64 bytes, so a fresh tensor is always viewable.
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
@@ -96,9 +99,9 @@ class SharedViews:
     """JAX views of long-lived torch memory (weights, KV caches), made once and found again by address.
 
     A view reads live memory: an in-place update (weight sync, a cache write) is seen by the next call. The key is
-    (address, shape, dtype), and a view keeps its memory alive, so an address cannot come to mean another tensor while its
-    view is kept. A view goes when the tensor object that it was added for goes. What it cannot follow is memory that is
-    replaced: a parameter that is assigned another tensor's memory is simply not found until it is added again.
+    (address, shape, dtype), and a view keeps its memory alive, so an address cannot come to mean another tensor while
+    its view is kept. A view goes when the tensor object that it was added for goes. What it cannot follow is memory
+    that is replaced: a parameter that is assigned another tensor's memory is simply not found until it is added again.
     Storage that is resized in place (`untyped_storage().resize_`) must be discarded first.
     """
 

@@ -80,8 +80,5 @@ def is_size(node: fx.Node) -> bool:
     if node.op == "call_method":
         return node.target == "size"
     return node.op == "call_function" and (
-        node.target is operator.neg
-        or node.target in _OPERATORS.values()
-        or node.target in _FUNCTIONS.values()
+        node.target is operator.neg or node.target in _OPERATORS.values() or node.target in _FUNCTIONS.values()
     )
-

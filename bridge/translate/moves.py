@@ -73,6 +73,14 @@ JAX_FORMS: dict[Callable[..., object] | str, Callable[..., object]] = {
 }
 
 VIEWS: frozenset[Callable[..., object]] = frozenset(
-    {torch.reshape, torch.permute, torch.narrow, torch.ops.aten.slice.Tensor, torch.select, torch.split, operator.getitem}
+    {
+        torch.reshape,
+        torch.permute,
+        torch.narrow,
+        torch.ops.aten.slice.Tensor,
+        torch.select,
+        torch.split,
+        operator.getitem,
+    }
 )
 """The moves that copy nothing when they are applied to a contiguous parameter."""

@@ -32,7 +32,9 @@ class Replacement:
     keywords: Mapping[str, Any] | None = None
 
 
-def replace_region(module: fx.GraphModule, region: str, replacement: Callable[[RegionCall], Replacement]) -> fx.GraphModule:
+def replace_region(
+    module: fx.GraphModule, region: str, replacement: Callable[[RegionCall], Replacement]
+) -> fx.GraphModule:
     """A copy of a translated graph in which every call of `region` calls something else with the same results.
 
     An engine puts its paged attention in like this, one call a layer, `layer` being a plain integer:
@@ -62,9 +64,9 @@ def bind_parameters(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor])
     """A graph module with these tensors in place of the inputs of the same (dotted) names; the other inputs stay.
 
     Every slice of a parameter becomes a view that is made here, once, and shares the parameter's memory: an in-place
-    update of the parameter (a weight sync) is seen by the next call. After a parameter is given other memory, bind again.
-    The views are plain attributes, not buffers: they are not part of the module's state. Raises BadCheckpoint for a
-    name that is no input, and where a parameter's layout would make a slice a copy.
+    update of the parameter (a weight sync) is seen by the next call. After a parameter is given other memory, bind
+    again. The views are plain attributes, not buffers: they are not part of the module's state. Raises BadCheckpoint
+    for a name that is no input, and where a parameter's layout would make a slice a copy.
     """
     inputs = {node.meta["isojax_name"]: node for node in module.graph.nodes if node.op == "placeholder"}
     unknown = sorted(tensors.keys() - inputs.keys())

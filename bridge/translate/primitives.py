@@ -93,11 +93,12 @@ def _slice(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[V
 @_handles("dynamic_slice")
 def _dynamic_slice(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
     shape, sizes = equation.invars[0].aval.shape, equation.params["slice_sizes"]
-    if not all(isinstance(start, np.ndarray) for start in operands[1:]):
+    constants = [start for start in operands[1:] if isinstance(start, np.ndarray)]
+    if len(constants) != len(shape):
         return None
     starts = [
         min(max(int(start), 0), whole - length) if isinstance(whole, int) and isinstance(length, int) else int(start)
-        for start, whole, length in zip(operands[1:], shape, sizes, strict=True)
+        for start, whole, length in zip(constants, shape, sizes, strict=True)
     ]
     ends = [start + length for start, length in zip(starts, sizes, strict=True)]
     return [_cut(emitter, emitter.node(operands[0]), shape, starts, ends, (1,) * len(starts))]

@@ -18,7 +18,6 @@ from bridge.translate.moves import JAX_FORMS
 from pallas_kernels import counters
 from pallas_kernels.region import REGIONS, Region
 
-
 DIVIDERS = ("attention", "paged_attention")
 """Regions that stay calls of their own: an engine puts its cached attention in their place."""
 
@@ -52,8 +51,8 @@ class _Program:
 class Segment(torch.nn.Module):
     """A run of regions and moves as one jitted call on torch tensors.
 
-    Takes the sizes it needs (integers; another value compiles anew) and then its tensors. Parameters are bound inside, by
-    views of their memory, so an update in place is seen by the next call.
+    Takes the sizes it needs (integers; another value compiles anew) and then its tensors. Parameters are bound inside,
+    by views of their memory, so an update in place is seen by the next call.
     """
 
     def __init__(self, program: _Program, names: Sequence[str], regions: Sequence[str], fixed: dict[int, torch.Tensor]):
@@ -61,7 +60,7 @@ class Segment(torch.nn.Module):
         self.names = tuple(names)
         self.regions = tuple(regions)
         self._call = _compiled(program)
-        # Inputs in order: None for those given at the call, a view for a parameter, or the parameter where JAX can't view it.
+        # One entry an input: a view for a parameter, None for what a call gives.
         self._template: list[Any] = [None] * program.inputs
         self._copied = []
         for index, tensor in fixed.items():
@@ -89,9 +88,9 @@ class Segment(torch.nn.Module):
 def merge_segments(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a bound graph module in which every run of regions and moves between attentions is one `Segment`.
 
-    Attention stays and divides the runs, as does any op that is neither a region nor a move. Regions are isolated from their
-    neighbours, so the bits are those of the unmerged graph, which stays what people read. For the CPU: there a call costs
-    more than a small region computes.
+    Attention stays and divides the runs, as does any op that is neither a region nor a move. Regions are isolated from
+    their neighbours, so the bits are those of the unmerged graph, which stays what people read. For the CPU: there a
+    call costs more than a small region computes.
     """
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
@@ -162,8 +161,12 @@ def _build(module: fx.GraphModule, run: Sequence[fx.Node]) -> tuple[Segment, lis
 
 
 def _step(node: fx.Node, slots: dict[fx.Node, _Slot]) -> _Step:
-    arguments, keywords = _frozen(fx.node.map_arg((node.args, node.kwargs), lambda source: slots[source]))
-    return _Step(_region_of_op(node.target) or JAX_FORMS[node.target], arguments, keywords)  # type: ignore[index]
+    arguments, keywords = (_frozen(_mapped(part, slots)) for part in (node.args, node.kwargs))
+    return _Step(_region_of_op(node.target) or JAX_FORMS[node.target], arguments, keywords)
+
+
+def _mapped(part: Any, slots: dict[fx.Node, Any]) -> Any:
+    return fx.node.map_arg(part, slots.__getitem__)
 
 
 def _frozen(value: Any) -> Any:

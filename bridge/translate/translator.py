@@ -35,12 +35,13 @@ def translate(function: Callable[..., Any], *example_arguments: Any, device: str
 
     `example_arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s; sizes may be symbols of
     `jax.export.symbolic_shape`, each of which must be a whole dimension of some input. The module takes one tensor per
-    leaf, by name: a leaf of a dict is called by its key with dots as underscores (`layers.qkv` -> `layers_qkv`), another
-    argument by its own name. It returns one tensor or a tuple, in the order of the function's results.
+    leaf, by name: a leaf of a dict is called by its key with dots as underscores (`layers.qkv` -> `layers_qkv`),
+    another argument by its own name. It returns one tensor or a tuple, in the order of the function's results.
 
     A region becomes a call of `torch.ops.isojax.<region>` with its operands by name, static parameters by value, and an
     operand that is constant after unrolling (`layer` of attention) as a plain integer. Everything else must be a move
-    (see `bridge.translate.primitives`); raises UncoveredArithmetic naming the primitive, source line and shape otherwise.
+    (see `bridge.translate.primitives`); otherwise this raises UncoveredArithmetic, which names the primitive, the
+    source line and the shapes.
     """
     traced = jax.jit(function).trace(*example_arguments)
     emitter = Emitter(torch.device(device))
@@ -77,7 +78,7 @@ class _Translation:
         known.update(zip(jaxpr.constvars, (np.asarray(constant) for constant in constants), strict=True))
 
         def read(atom: Any) -> Value:
-            return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jax_core.Literal) else known[atom]
+            return _literal(atom) if isinstance(atom, jax_core.Literal) else known[atom]
 
         for equation in jaxpr.eqns:
             results = self.equation(equation, [read(atom) for atom in equation.invars])
@@ -158,11 +159,17 @@ class _Translation:
         return self.emitter.call(torch.stack, [self.emitter.node(part) for part in parts], 0, name="stack")
 
 
+def _literal(atom: Any) -> np.ndarray:
+    return np.asarray(atom.val, atom.aval.dtype)
+
+
 def _is_known_now(equation: Any, operands: list[Value]) -> bool:
     """Whether a move has integer constants as operands and a fixed size: a slice of the layer numbers, say."""
-    return bool(operands) and all(
-        isinstance(operand, np.ndarray) and operand.dtype.kind in "iub" for operand in operands
-    ) and all(isinstance(size, int) for variable in equation.outvars for size in variable.aval.shape)
+    return (
+        bool(operands)
+        and all(isinstance(operand, np.ndarray) and operand.dtype.kind in "iub" for operand in operands)
+        and all(isinstance(size, int) for variable in equation.outvars for size in variable.aval.shape)
+    )
 
 
 def _evaluate(equation: Any, operands: list[Value]) -> Sequence[Value]:
