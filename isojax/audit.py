@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +42,32 @@ _CALLS = frozenset(
 )
 
 
+class RegionCall(NamedTuple):
+    """One call site of a region: its name and the parameters it is called with."""
+
+    region: str
+    parameters: Mapping[str, int | float | bool | str]
+
+
 @dataclass(frozen=True)
 class AuditReport:
     """What an audited function is made of. Counts are call sites: a scan's body counts once.
 
-    regions: sites by region name. moves: sites by primitive, integer arithmetic included. sequence: region names in
-    program order.
+    calls: every call site of a region in program order. moves: sites by primitive, integer arithmetic included.
     """
 
-    regions: Mapping[str, int]
+    calls: tuple[RegionCall, ...]
     moves: Mapping[str, int]
-    sequence: tuple[str, ...]
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """Region names in program order."""
+        return tuple(call.region for call in self.calls)
+
+    @property
+    def regions(self) -> dict[str, int]:
+        """Call sites by region name."""
+        return dict(Counter(self.sequence))
 
 
 @dataclass
@@ -61,7 +76,7 @@ class _Walk:
     # Whether forward rules are entered: JAX runs a rule's own custom VJPs in their primal form.
     forward_rules: bool = True
     moves: Counter[str] = field(default_factory=Counter)
-    sequence: list[str] = field(default_factory=list)
+    calls: list[RegionCall] = field(default_factory=list)
 
 
 def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | AbstractMesh | None = None) -> AuditReport:
@@ -76,7 +91,7 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | AbstractMesh | None =
     """
     walk = _Walk(mesh)
     _visit(jax.make_jaxpr(fn)(*args).jaxpr, walk, manual=frozenset(), callers=())
-    return AuditReport(dict(Counter(walk.sequence)), dict(walk.moves), tuple(walk.sequence))
+    return AuditReport(tuple(walk.calls), dict(walk.moves))
 
 
 def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[JaxprEqn, ...]) -> None:
@@ -120,7 +135,7 @@ def _check_region(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str
             allowed="a shard_map over all mesh axes around every region",
             reason="Under automatic sharding XLA gathers the whole batch in front of a region.",
         )
-    walk.sequence.append(region.name)
+    walk.calls.append(RegionCall(region.name, dict(path[0].params)))
 
 
 def _touches_floats(equation: JaxprEqn) -> bool:

@@ -1,9 +1,10 @@
 """What a policy is: every number of its architecture that can change a bit, frozen."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from contracts import float_bits, sha256_hex
 from contracts.errors import UnsupportedModel
 
 Family = Literal["llama", "qwen3"]
@@ -116,3 +117,19 @@ class PolicyConfig:
 
 ARCHITECTURE_OF_FAMILY: dict[str, str] = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EXPORTED_ARCHITECTURE = "IsojaxPolicyForCausalLM"
+# Fields that change no log-probability, or that the contract states elsewhere, as constants of regions.
+_OUTSIDE_OF_DIGEST = frozenset(
+    ("initializer_range", "bos_token_id", "eos_token_ids", "pad_token_id", "leaves", "attention_split")
+)
+
+
+def config_digest(config: PolicyConfig) -> str:
+    """SHA-256 over every field that decides which logical model this is; floats as bit patterns."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        return float_bits(value) if isinstance(value, float) else value
+
+    fields = {name: value for name, value in asdict(config).items() if name not in _OUTSIDE_OF_DIGEST}
+    return sha256_hex(plain(fields))

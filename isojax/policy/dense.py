@@ -1,5 +1,6 @@
 """The dense decoder of the llama and Qwen3 families: one scan over stacked layers, all rounding in regions."""
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -96,6 +97,8 @@ class DensePolicy(nnx.Module):
         """Allocate zeros in `dtype`; `remat` "layer" recomputes each layer in the backward, "none" keeps everything."""
         self.config = config
         self.remat = remat
+        # A manual mesh axis over which every parameter is cut along axis 1 (fully sharded), if any.
+        self.gather_axis: str | None = None
         self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
         self.layers = DenseLayer(config, dtype, (config.num_layers,))
         # Row l is the input norm of layer l, the last row the final norm.
@@ -106,21 +109,23 @@ class DensePolicy(nnx.Module):
     @property
     def head_VH(self) -> jax.Array:
         """The output projection, [V, H]: the embedding itself where the head is tied."""
-        return self.embed[...] if self.config.tied_head else self.lm_head[...]
+        return self._whole(self.embed[...] if self.config.tied_head else self.lm_head[...], axis=1)
 
     def hidden(
         self, rope_table_PD: jax.Array, tokens_T: jax.Array, positions_T: jax.Array, segment_ids_T: jax.Array
     ) -> jax.Array:
         """Final-normed hidden states [T, H] of a packed batch."""
         cos_sin_TD = rope_table_PD.at[positions_T].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        residual_TH = embed(self.embed[...], tokens_T)
-        norms_LH = self.norms[...]
+        residual_TH = embed(self._whole(self.embed[...], axis=1), tokens_T)
+        norms_LH = self._whole(self.norms[...], axis=1)
         normed_TH = pallas_kernels.rms_norm(residual_TH, norms_LH[0], eps=self.config.rms_norm_eps)
         definition, stacked = nnx.split(self.layers)
 
         def body(carry, layer_inputs):  # type: ignore[no-untyped-def]
             state, next_norm_H, layer = layer_inputs
-            decoder_layer = nnx.merge(definition, state)
+            # Gathered here, so that a device holds the whole weights of one layer at a time. The scan took the layer
+            # axis away, so axis 1 is axis 0.
+            decoder_layer = nnx.merge(definition, jax.tree.map(partial(self._whole, axis=0), state))
             return decoder_layer(*carry, next_norm_H, cos_sin_TD, positions_T, segment_ids_T, layer), None
 
         if self.remat == "layer":
@@ -129,3 +134,8 @@ class DensePolicy(nnx.Module):
         layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
         (normed_TH, _), _ = jax.lax.scan(body, (normed_TH, residual_TH), (stacked, norms_LH[1:], layers))
         return normed_TH
+
+    def _whole(self, piece: jax.Array, axis: int) -> jax.Array:
+        if self.gather_axis is None:
+            return piece
+        return jax.lax.all_gather(piece, self.gather_axis, axis=axis, tiled=True)

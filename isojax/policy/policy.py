@@ -71,8 +71,12 @@ class Policy:
             ".".join(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(state)
         }
 
-    def module(self, params: Parameters) -> DensePolicy:
-        """The Flax module that holds these parameters. Raises `BadConfig` where their names are not the policy's."""
+    def module(self, params: Parameters, gather_axis: str | None = None) -> DensePolicy:
+        """The Flax module that holds these parameters.
+
+        gather_axis: the manual mesh axis over which they are cut, if any (see `isojax.mesh`). Raises `BadConfig` where
+        their names are not the policy's.
+        """
         if params.keys() != self.parameter_shapes.keys():
             raise BadConfig(
                 field="params",
@@ -81,7 +85,9 @@ class Policy:
                 reason="The parameters are not this policy's.",
             )
         flat = {tuple(name.split(".")): nnx.Param(value) for name, value in params.items()}
-        return nnx.merge(self._definition, nnx.from_flat_state(flat))
+        module = nnx.merge(self._definition, nnx.from_flat_state(flat))
+        module.gather_axis = gather_axis
+        return module
 
     def init(self, key: jax.Array, scale: float | None = None) -> dict[str, jax.Array]:
         """Random parameters: normal matrices of standard deviation `scale` (the config's), unit norms, zero biases."""
@@ -121,12 +127,18 @@ class Policy:
         buffers: Mapping[str, jax.Array],
         batch: PackedBatch,
         temperature: jax.Array | float = 1.0,
+        *,
+        gather_axis: str | None = None,
     ) -> jax.Array:
         """Log-probability of `batch.targets` at every row, fp32 [T]. Pure, traceable and differentiable."""
-        hidden = self.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
-        head = self.module(params).head_VH
+        module = self.module(params, gather_axis)
+        hidden = module.hidden(buffers["rope_table"], batch.tokens, batch.positions, batch.segment_ids)
         return pallas_kernels.token_log_probs(
-            hidden, head, batch.targets, jnp.asarray(temperature, jnp.float32), vocab_size=self.config.vocab_size
+            hidden,
+            module.head_VH,
+            batch.targets,
+            jnp.asarray(temperature, jnp.float32),
+            vocab_size=self.config.vocab_size,
         )
 
     def log_probs(self, params: Parameters, batch: PackedBatch, temperature: float = 1.0) -> jax.Array:

@@ -1,5 +1,6 @@
 """The table of rotary embeddings: computed once in fp64, rounded once to fp32, shipped with the policy."""
 
+import hashlib
 import math
 
 import numpy as np
@@ -38,3 +39,8 @@ def rope_table(config: PolicyConfig) -> np.ndarray:
         np.arange(config.max_position, dtype=np.float64), inverse_frequencies(config.rope, config.head_dim)
     )
     return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+
+
+def rope_table_digest(table_PD: np.ndarray) -> str:
+    """SHA-256 over the table's little-endian fp32 bytes in row-major order; what the contract stores."""
+    return hashlib.sha256(np.ascontiguousarray(table_PD, dtype="<f4").tobytes()).hexdigest()

@@ -52,6 +52,10 @@ def open_gguf(path: Path) -> GgufModel:
     back into the half-split order of the Hugging Face reference. Raises `BadCheckpoint` for a damaged file and
     `UnsupportedModel` for another architecture or a setting that the policy does not implement.
     """
+    if not path.is_file():
+        raise BadCheckpoint(
+            field="policy", found=str(path), allowed="an existing file", reason="There is nothing to load."
+        )
     try:
         reader = GGUFReader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}

@@ -6,12 +6,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from contracts.errors import BadCheckpoint, BadConfig, UnsupportedModel
-from isojax.policy.config import PolicyConfig
+from contracts import FILE_NAME, load_contract
+from contracts.errors import BadCheckpoint, BadConfig, IdentityMismatch, UnsupportedModel
+from isojax.policy.config import PolicyConfig, config_digest
 from isojax.policy.dense import Remat
 from isojax.policy.hugging_face import from_hugging_face
 from isojax.policy.policy import DTYPES, Policy
-from isojax.policy.rope import rope_table
+from isojax.policy.rope import rope_table, rope_table_digest
 from isojax.weights.gguf import open_gguf
 from isojax.weights.packing import pack_tensors
 from isojax.weights.safetensors import open_tensors, read_file
@@ -33,29 +34,37 @@ def load(
     """
     path = Path(source)
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise _no_source(path)
         model = open_gguf(path)
         policy = Policy(model.config, dtype=dtype or "bfloat16", remat=remat)
         return policy, pack_tensors(policy, model.names, model.read, str(path))
-    if not path.is_dir():
-        raise _no_source(path)
     policy = load_policy(path, dtype, remat=remat)
     with open_tensors(path) as (names, read):
         return policy, pack_tensors(policy, names, read, str(path))
 
 
 def load_policy(folder: str | Path, dtype: str | None = None, *, remat: Remat = "layer") -> Policy:
-    """The policy of a Hugging Face folder or an exported one, without its weights: what an engine needs, which loads them
-    itself. Arguments and errors as in `load`."""
+    """The policy of a folder without its weights: config.json and, where it was shipped, the rope table.
+
+    Arguments and errors as for `load`.
+    """
     path = Path(folder)
     raw = read_config(path)
     config = from_hugging_face(raw)
-    return Policy(config, dtype=dtype or _dtype_of(raw), remat=remat, rope=_shipped_rope(path, config))
+    policy = Policy(config, dtype=dtype or _dtype_of(raw), remat=remat, rope=_shipped_rope(path, config))
+    if (path / FILE_NAME).exists():
+        _check_contract(path, policy)
+    return policy
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """The parsed config.json of a folder. Raises `BadConfig` where it is missing or not a JSON object."""
+    """The parsed config.json of a folder.
+
+    Raises `BadCheckpoint` for no such folder and `BadConfig` where the file is missing or not a JSON object.
+    """
+    if not folder.is_dir():
+        raise BadCheckpoint(
+            field="policy", found=str(folder), allowed="an existing folder", reason="There is nothing to load."
+        )
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -68,6 +77,24 @@ def read_config(folder: Path) -> dict[str, object]:
             field=str(path), found=raw, allowed="a JSON object", reason="A policy's architecture is read from it."
         )
     return raw
+
+
+def _check_contract(folder: Path, policy: Policy) -> None:
+    """Refuse a contract that is about another policy than the files beside it. Raises `IdentityMismatch`."""
+    contract = load_contract(folder)
+    rope = rope_table_digest(np.asarray(policy.buffers["rope_table"]))
+    for field, found, stored in (
+        ("model.config_digest", config_digest(policy.config), contract.model.config_digest),
+        ("semantics.rope_table_digest", rope, contract.semantics.rope_table_digest),
+        ("semantics.split_k_leaves", policy.config.leaves, contract.semantics.split_k_leaves),
+    ):
+        if found != stored:
+            raise IdentityMismatch(
+                field=field,
+                found=f"{found} from the files in {folder}",
+                allowed=f"{stored} from {FILE_NAME}",
+                reason="config.json or the rope table was changed after the export.",
+            )
 
 
 def _dtype_of(raw: dict[str, object]) -> str:
@@ -111,9 +138,3 @@ def _shipped_rope(folder: Path, config: PolicyConfig) -> np.ndarray | None:
             reason="config.json and the rope table disagree.",
         )
     return table
-
-
-def _no_source(path: Path) -> BadCheckpoint:
-    return BadCheckpoint(
-        field="policy", found=str(path), allowed="an existing folder or .gguf file", reason="There is nothing to load."
-    )

@@ -66,6 +66,8 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     try:
         # The metadata is what transformers looks for before it accepts a file.
         save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, temporary, metadata={"format": "pt"})
+        # The library makes files that their owner alone can read; an engine may run as somebody else.
+        temporary.chmod(0o644)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -82,10 +84,10 @@ def _locate(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor."""
     index = folder / INDEX_FILE
     single = folder / SINGLE_FILE
-    if single.exists():
-        with ExitStack() as stack:
-            return dict.fromkeys(_open(single, stack).keys(), single)
     if not index.exists():
+        if single.exists():
+            with ExitStack() as stack:
+                return dict.fromkeys(_open(single, stack).keys(), single)
         raise BadCheckpoint(
             field="weights",
             found=f"neither {SINGLE_FILE} nor {INDEX_FILE} in {folder}",
