@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,7 +87,8 @@ def find_parting(left: Sequence[RegionOutput], right: Sequence[RegionOutput]) ->
 
 def save_outputs(path: Path, outputs: Sequence[RegionOutput]) -> None:
     """Write an execution to an .npz file: the bits of every result, and a table of names, layers and dtypes."""
-    table, arrays = [], {}
+    table: list[dict[str, Any]] = []
+    arrays: dict[str, Any] = {}
     for index, output in enumerate(outputs):
         table.append({"region": output.region, "layer": output.layer, "dtypes": [str(r.dtype) for r in output.results]})
         arrays.update({f"{index}.{number}": _bits(result) for number, result in enumerate(output.results)})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
@@ -39,43 +41,49 @@ class RegionOutput:
         return self.region if self.layer is None else f"{self.region} of layer {self.layer}"
 
 
-def capture(function: Callable[..., Any], *args: Any) -> tuple[Any, list[RegionOutput]]:
-    """`function(*args)`, compiled as one program, and the results of its regions in the order in which they ran.
+def capture(function: Callable[..., Any]) -> Callable[..., list[RegionOutput]]:
+    """A function of the same arguments, compiled as one program, that returns what every region in it returned.
 
-    Scans (the layers) stay loops; their regions come out once a step. Raises NotImplementedError for a region inside of
-    a `while`, `cond` or `shard_map`, which a policy's forward on one device does not have.
+    Regions come in the order in which they run; scans (the layers) stay loops, and their regions come once a step.
+    Raises NotImplementedError for a `while`, `cond` or `shard_map`, which a policy's forward on one device has not.
     """
-    closed, out_shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    names: list[_Site] = []
+    sites: list[_Site] = []
 
-    def run(consts: Sequence[jax.Array], flat: Sequence[jax.Array]) -> tuple[list[jax.Array], list[Any]]:
-        names.clear()
-        outputs, calls = _evaluate(closed.jaxpr, consts, flat)
-        names.extend(site for site, _ in calls)
-        return outputs, [values for _, values in calls]
+    @jax.jit
+    def run(*args: Any) -> list[Any]:
+        closed = jax.make_jaxpr(function)(*args)
+        _, calls = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        # The same for every shape of the arguments, so it may come from an earlier trace.
+        sites[:] = [site for site, _ in calls]
+        return [values for _, values in calls]
 
-    outputs, values = jax.jit(run)(closed.consts, jax.tree.leaves(args))
-    tree = jax.tree.structure(out_shape)
-    return jax.tree.unflatten(tree, outputs), list(_in_order(names, jax.device_get(values)))
+    return lambda *args: list(_in_order(sites, jax.device_get(run(*args))))
 
 
 def capture_forward(policy: Policy, params: Mapping[str, jax.Array], batch: PackedBatch) -> list[RegionOutput]:
     """Every region of the policy's forward on a packed batch, the head's full rows last (at temperature 1)."""
+    return _captured_forward(policy)(dict(params), policy.buffers, PackedBatch(*map(jnp.asarray, batch)))
 
-    def forward(params: Mapping[str, jax.Array], buffers: Mapping[str, jax.Array], batch: PackedBatch) -> jax.Array:
+
+@lru_cache(maxsize=8)
+def _captured_forward(policy: Policy) -> Callable[..., list[RegionOutput]]:
+    def forward(params: Mapping[str, jax.Array], buffers: Mapping[str, jax.Array], batch: Any) -> jax.Array:
         hidden = policy.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
         return policy.head_rows(params, hidden, 1.0)
 
-    return capture(forward, dict(params), policy.buffers, batch)[1]
+    return capture(forward)
 
 
-def first_non_finite(outputs: Sequence[RegionOutput]) -> tuple[RegionOutput, int] | None:
-    """The first region with a NaN or infinite result, and the row (of axis 0) where; None if all are finite."""
+def first_non_finite(outputs: Sequence[RegionOutput], rows: int | None = None) -> tuple[RegionOutput, int] | None:
+    """The first region with a NaN or infinite result, and the row (of axis 0) where; None if all are finite.
+
+    rows: how many of the first rows are looked at, where the ones behind are padding.
+    """
     for output in outputs:
         for result in output.results:
-            rows = ~np.isfinite(result.astype(np.float32)).reshape(len(result), -1).all(axis=1)
-            if rows.any():
-                return output, int(np.flatnonzero(rows)[0])
+            bad = ~np.isfinite(result[:rows].astype(np.float32)).reshape(len(result[:rows]), -1).all(axis=1)
+            if bad.any():
+                return output, int(np.flatnonzero(bad)[0])
     return None
 
 

@@ -85,14 +85,14 @@ def measure(left: LogProbs, right: LogProbs) -> Drift:
         )
     if not any(left.tokens):
         raise EmptyBatch(field="tokens", found=0, allowed="1 or more", reason="There is nothing to compare.")
-    ours, theirs = np.concatenate(left.log_probs), np.concatenate(right.log_probs)
-    signed = theirs.astype(np.float64) - ours.astype(np.float64)
+    one, other = np.concatenate(left.log_probs), np.concatenate(right.log_probs)
+    signed = other.astype(np.float64) - one.astype(np.float64)
     worst = int(np.argmax(np.abs(signed)))
     starts = np.cumsum([0, *(len(tokens) for tokens in left.tokens)])
     sequence = int(np.searchsorted(starts, worst, side="right")) - 1
     return Drift(
         tokens=len(signed),
-        different=int(different_bits(ours, theirs).sum()),
+        different=int(different_bits(one, other).sum()),
         mean_abs=float(np.abs(signed).mean()),
         max_abs=float(np.abs(signed[worst])),
         mean_signed=float(signed.mean()),

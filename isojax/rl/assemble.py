@@ -85,7 +85,7 @@ def open_policy(
 
 
 def package_weights(source: str) -> Path:
-    """The GGUF file in an installed Python package, from `package:NAME`. Raises BadConfig unless there is exactly one."""
+    """The one GGUF file in an installed Python package, from `package:NAME`. Raises BadConfig for none or several."""
     name = source.removeprefix(PACKAGE)
     specification = importlib.util.find_spec(name)
     if specification is None or specification.origin is None:

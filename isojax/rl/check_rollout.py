@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from contracts.errors import DifferenceFound, NonFiniteLogits, WeightDigestMismatch
+from contracts.errors import DifferenceFound, WeightDigestMismatch
 from isojax.policy.policy import Policy
+from isojax.rl.finite import require_finite
 from isojax.rl.mismatch import Mismatch, compare_row, compare_tokens
 from isojax.rl.optimizer import Parameters
 from isojax.rl.packing import cut
@@ -19,8 +20,7 @@ def require_answers(
 ) -> None:
     """What came back must be what was asked: every prompt's own tokens, `samples` times, under the synced weights.
 
-    Raises DifferenceFound (another history, or log-probabilities that are not one a token), WeightDigestMismatch,
-    NonFiniteLogits.
+    Raises DifferenceFound (another history, or log-probabilities that are not one a token), WeightDigestMismatch.
     """
     expected = [(index, tuple(prompt)) for index, prompt in enumerate(prompts) for _ in range(samples)]
     found = [(completion.prompt_index, completion.prompt_tokens) for completion in completions]
@@ -50,22 +50,6 @@ def require_answers(
                 allowed="one float32 log-probability for each of 1 or more tokens",
                 reason="The engine left some out.",
             )
-        require_finite(completion.log_probs, index, completion, "the engine's log_prob_rows")
-
-
-def require_finite(values: np.ndarray, index: int, completion: Completion, region: str) -> None:
-    """Raise NonFiniteLogits, naming request, position and region, if one value of a completion is NaN or infinite."""
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size:
-        place = int(bad[0])
-        raise NonFiniteLogits(
-            field=f"request {index} (prompt {completion.prompt_index}), position "
-            f"{len(completion.prompt_tokens) + place}, region {region}",
-            found=float(values[place]),
-            allowed="finite log-probabilities",
-            reason="One NaN or infinite logit spoils its whole row, so the step is not learned from. "
-            "`isojax bisect --finite` names the first region that made one.",
-        )
 
 
 def score(
@@ -79,7 +63,7 @@ def score(
     for micro in cut(completions, range(len(completions)), capacity):
         micro.gather(np.asarray(policy.log_probs(params, micro.batch, temperature)), found)
     for index, values in enumerate(found):
-        require_finite(values, index, completions[index], "trainer_score's token_log_probs")
+        require_finite("trainer_score", values, index, completions[index], policy, params)
     return found
 
 
@@ -97,9 +81,8 @@ def check_rows(
         for index, rows in zip(micro.completions, micro.rows, strict=True):
             for place, engine_row in sorted((completions[index].rows or {}).items()):
                 if not np.isfinite(engine_row).all():
-                    bad = np.full(len(completions[index].tokens), 0.0)
-                    bad[place] = np.nan
-                    require_finite(bad, index, completions[index], "the engine's log_prob_rows")
+                    spoiled = np.where(np.arange(place + 1) == place, np.float32(np.nan), np.float32(0))
+                    require_finite("engine", spoiled, index, completions[index], policy, params)
                 chosen.append(rows[place])
                 places.append((index, place))
         trainer_rows = np.asarray(policy.log_prob_rows(params, micro.batch, np.array(chosen), temperature))
@@ -112,6 +95,8 @@ def check_rollout(
     policy: Policy, params: Parameters, completions: Sequence[Completion], temperature: float, capacity: int
 ) -> Mismatch:
     """The engine's sampled tokens and full rows against trainer_score. Raises NonFiniteLogits."""
+    for index, completion in enumerate(completions):
+        require_finite("engine", completion.log_probs, index, completion, policy, params)
     scored = score(policy, params, completions, temperature, capacity)
     rows = check_rows(policy, params, completions, temperature, capacity)
     return compare_tokens(completions, "trainer_score", scored).joined(rows)

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from contracts import ExecutionContract, handshake
 from contracts.errors import BadCheckpoint, WeightDigestMismatch
+from isojax.mesh import mesh_degrees
 from isojax.policy.policy import Policy
 from isojax.rl.advantages import group_advantages
 from isojax.rl.check_rollout import check_rollout, require_answers, score
@@ -54,7 +55,7 @@ class Trainer:
         self.config, self.policy, self.contract, self.engine = config, policy, contract, engine
         self.task, self.encoder, self.folder = task, encoder, folder
         self.stop_token_ids = stop_token_ids
-        mesh = dict(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)).shape)
+        mesh = mesh_degrees(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)))
         contract.check_mesh(mesh)
         handshake(contract, engine.report(), trainer_mesh=mesh)
         self._reference = dict(params) if config.algorithm.kl_weight else None
