@@ -72,17 +72,21 @@ def main() -> None:
     stock = measure_stock()
     print("2/2  isojax: two GRPO steps on sums, vLLM samples, JAX trains, every bit compared (a few minutes)")
     steps = train()
-    tokens, mismatches, rows, row_mismatches = (
-        sum(step[name] for step in steps) for name in ("tokens", "mismatch_tokens", "full_rows", "full_row_mismatches")
-    )
+    counts = ("tokens", "mismatch_tokens", "full_rows", "full_row_mismatches")
+    tokens, mismatches, rows, row_mismatches = (sum(step[name] for step in steps) for name in counts)
     largest = max(step["mismatch_max_abs"] for step in steps)
-    print(f"""
-SmolLM2-135M-Instruct, bfloat16              tokens that differ   mean |difference|   largest
-stock vLLM against Hugging Face              {stock["mismatch_tokens"]:6} of {stock["tokens"]:<6}      {stock["mean_abs"]:.2e}            {stock["max_abs"]:.2e}
-isojax: vLLM engine against JAX trainer      {mismatches:6} of {tokens:<6}      {0.0 if mismatches == 0 else largest:.2e}            {largest:.2e}
-isojax: full rows over the vocabulary        {row_mismatches:6} of {rows:<6}
+    print("\nSmolLM2-135M-Instruct, bfloat16, log-probabilities      differ            largest difference")
+    print_row(
+        "stock vLLM against Hugging Face, sampled tokens", stock["mismatch_tokens"], stock["tokens"], stock["max_abs"]
+    )
+    print_row("isojax, sampled tokens", mismatches, tokens, largest)
+    print_row("isojax, full rows over the whole vocabulary", row_mismatches, rows, largest)
+    print(f"\nstock: mean difference {stock['mean_abs']:.1e}. {time.monotonic() - started:.0f} seconds in all.")
 
-{time.monotonic() - started:.0f} seconds in all.""")
+
+def print_row(label: str, differing: float, total: float, largest: float) -> None:
+    """One line of the closing table."""
+    print(f"{label:<50}{differing:>6} of {total:<8}{largest:>14.1e}")
 
 
 if __name__ == "__main__":
