@@ -38,7 +38,7 @@ def export_capsule(array: jax.Array) -> object:
     return _jax.buffer_to_dlpack_managed_tensor(array, stream=None)
 
 
-def source_line(equation: Any) -> str:
-    """`file:line` of the user's code that made an equation of a jaxpr."""
+def source_line(equation: Any) -> str | None:
+    """`file:line` of the user's code that made an equation of a jaxpr; None inside of JAX's own cached functions."""
     frame = source_info_util.user_frame(equation.source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown source line"
+    return f"{frame.file_name}:{frame.start_line}" if frame else None

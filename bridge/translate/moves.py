@@ -37,6 +37,10 @@ def _arange(end: int, *, dtype: torch.dtype, device: object = None) -> jax.Array
     return jnp.arange(end, dtype=jax_dtype(dtype))
 
 
+def _full(shape: Sequence[int], value: int, *, dtype: torch.dtype, device: object = None) -> jax.Array:
+    return jnp.full(shape, value, jax_dtype(dtype))
+
+
 def _to(x: jax.Array, dtype: torch.dtype) -> jax.Array:
     return x.astype(jax_dtype(dtype))
 
@@ -56,6 +60,7 @@ JAX_FORMS: dict[Callable[..., object] | str, Callable[..., object]] = {
     torch.index_select: _index_select,
     torch.where: jnp.where,
     torch.arange: _arange,
+    torch.full: _full,
     "to": _to,
     torch.add: jnp.add,
     torch.sub: jnp.subtract,

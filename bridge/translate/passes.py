@@ -66,7 +66,7 @@ def bind_parameters(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor])
     Every slice of a parameter becomes a view that is made here, once, and shares the parameter's memory: an in-place
     update of the parameter (a weight sync) is seen by the next call. After a parameter is given other memory, bind
     again. The views are plain attributes, not buffers: they are not part of the module's state. Raises BadCheckpoint
-    for a name that is no input, and where a parameter's layout would make a slice a copy.
+    for a name that is no input, for another shape, and where a parameter's layout would make a slice a copy.
     """
     inputs = {node.meta["isojax_name"]: node for node in module.graph.nodes if node.op == "placeholder"}
     unknown = sorted(tensors.keys() - inputs.keys())
@@ -74,6 +74,8 @@ def bind_parameters(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor])
         raise BadCheckpoint(
             field="parameters", found=unknown, allowed=sorted(inputs), reason="The graph has no input of this name."
         )
+    for name, tensor in tensors.items():
+        _check_shape(name, tuple(tensor.shape), inputs[name].meta["isojax_shape"])
     fixed: dict[fx.Node, Any] = {inputs[name]: tensor.detach() for name, tensor in tensors.items()}
     attributes: dict[str, torch.Tensor] = {}
     graph = fx.Graph()
@@ -92,6 +94,15 @@ def bind_parameters(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor])
             values[node] = graph.node_copy(node, read)
     shared_views.add(attributes.values())
     return _module(module, graph, attributes)
+
+
+def _check_shape(name: str, found: tuple[int, ...], traced: tuple[Any, ...]) -> None:
+    if len(found) != len(traced) or any(
+        isinstance(size, int) and size != own for own, size in zip(found, traced, strict=True)
+    ):
+        raise BadCheckpoint(
+            field=name, found=found, allowed=traced, reason="The graph was traced for a parameter of another shape."
+        )
 
 
 def _view(node: fx.Node, fixed: Mapping[fx.Node, Any]) -> Any:

@@ -120,6 +120,8 @@ def _concatenate(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequ
 @_handles("gather")
 def _gather(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
     """Whole rows along one axis: `x[ids]`, `jnp.take(x, ids, axis)`. torch raises for an id out of range."""
+    if isinstance(operands[1], np.ndarray) and operands[1].ndim == 1:
+        return _constant_gather(emitter, equation, operands)
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     shape, ids_shape = equation.invars[0].aval.shape, equation.invars[1].aval.shape
     if numbers.operand_batching_dims or len(numbers.start_index_map) != 1 or ids_shape[-1] != 1:
@@ -137,10 +139,42 @@ def _gather(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[
     return [rows if id_rank == 1 else emitter.reshape(rows, equation.outvars[0].aval.shape)]
 
 
+def _constant_gather(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    """A slice that starts at a constant: how JAX writes `x[:, 2:5]` where the size of x is symbolic."""
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    shape, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    constant = np.asarray(operands[1])
+    if numbers.operand_batching_dims or numbers.offset_dims != tuple(range(len(result))):
+        return None
+    starts = [0] * len(shape)
+    for axis, start in zip(numbers.start_index_map, constant.tolist(), strict=True):
+        # Beyond the end JAX clamps or fills, by the gather's mode.
+        if not isinstance(shape[axis], int) or not 0 <= start <= shape[axis] - sizes[axis]:
+            return None
+        starts[axis] = start
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    x = _cut(emitter, emitter.node(operands[0]), shape, starts, ends, (1,) * len(shape))
+    return [emitter.reshape(x, result) if numbers.collapsed_slice_dims else x]
+
+
+@_handles("stack")
+def _stack(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    return [emitter.call(torch.stack, list(map(emitter.node, operands)), equation.params["axis"], name="stack")]
+
+
+@_handles("dim_as_value")
+def _size_as_value(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    size, dtype = emitter.dimensions.size(equation.params["dim"]), torch_dtype(equation.outvars[0].aval.dtype)
+    return [emitter.call(torch.full, [], size, dtype=dtype, device=emitter.device, name="size_value")]
+
+
 @_handles("select_n")
 def _select(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
     if len(operands) != 3 or equation.invars[0].aval.dtype != np.bool_:
         return None
+    if isinstance(operands[0], np.ndarray) and operands[0].ndim == 0:
+        # JAX wraps even a constant index with a select.
+        return [operands[1 + bool(operands[0])]]
     which, when_false, when_true = map(emitter.node, operands)
     return [emitter.call(torch.where, which, when_true, when_false, name="where")]
 

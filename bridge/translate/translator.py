@@ -47,16 +47,16 @@ def translate(function: Callable[..., Any], *example_arguments: Any, device: str
     emitter = Emitter(torch.device(device))
     translation = _Translation(emitter)
     closed = traced.jaxpr
-    inputs: list[Value] = []
+    inputs: list[fx.Node] = []
     leaves = jax.tree_util.tree_flatten_with_path(example_arguments)[0]
     for (path, _), variable in zip(leaves, closed.jaxpr.invars, strict=True):
         placeholder = emitter.graph.placeholder(_input_name(function, path))
         placeholder.meta["isojax_name"] = _leaf_name(function, path)
+        placeholder.meta["isojax_shape"] = tuple(variable.aval.shape)
         inputs.append(placeholder)
-        translation.shapes.append((placeholder, variable.aval.shape))
     _refuse_equal_names(emitter.graph)
-    for placeholder, shape in translation.shapes:
-        emitter.dimensions.read_from(placeholder, shape)
+    for placeholder in inputs:
+        emitter.dimensions.read_from(placeholder, placeholder.meta["isojax_shape"])
     results = [emitter.node(value) for value in translation.run(closed.jaxpr, closed.consts, inputs)]
     emitter.graph.output(results[0] if len(results) == 1 else tuple(results))
     emitter.graph.eliminate_dead_code()
@@ -70,7 +70,7 @@ class _Translation:
 
     def __init__(self, emitter: Emitter) -> None:
         self.emitter = emitter
-        self.shapes: list[tuple[fx.Node, Sequence[Any]]] = []
+        self._line = "an unknown source line"
 
     def run(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
         """Emits a jaxpr's equations; returns what its results became."""
@@ -88,6 +88,7 @@ class _Translation:
     def equation(self, equation: Any, operands: list[Value]) -> Sequence[Value]:
         """What one equation's results become."""
         name = equation.primitive.name
+        self._line = source_line(equation) or self._line
         if is_region(equation.primitive):
             return self.region(equation, operands)
         if name in _CALLS:
@@ -102,7 +103,18 @@ class _Translation:
             results = HANDLERS[name](self.emitter, equation, operands)
             if results is not None:
                 return results
-        raise _uncovered(equation)
+        raise self.uncovered(equation)
+
+    def uncovered(self, equation: Any) -> UncoveredArithmetic:
+        """The refusal of an equation, with its own source line or that of the call it came in with."""
+        shapes = ", ".join(variable.aval.str_short() for variable in equation.invars)
+        return UncoveredArithmetic(
+            field="primitive",
+            found=f"{equation.primitive.name} on {shapes} at {self._line}",
+            allowed="regions, and moves: reshape, transpose, slice, split, concatenate, gather of whole rows, "
+            "broadcast, select, iota, integer arithmetic",
+            reason="It is neither a region nor data movement that the engine can repeat exactly.",
+        )
 
     def region(self, equation: Any, operands: list[Value]) -> Sequence[Value]:
         """A call of the region's op."""
@@ -134,7 +146,7 @@ class _Translation:
         carried = operands[len(fixed) : len(fixed) + parameters["num_carry"]]
         stacked = operands[len(fixed) + len(carried) :]
         if not isinstance(length, int):
-            raise _uncovered(equation)
+            raise self.uncovered(equation)
         collected: list[list[Value]] = []
         for trip in reversed(range(length)) if parameters["reverse"] else range(length):
             with self.emitter.prefix(f"layers_{trip}_"):
@@ -175,17 +187,6 @@ def _is_known_now(equation: Any, operands: list[Value]) -> bool:
 def _evaluate(equation: Any, operands: list[Value]) -> Sequence[Value]:
     results = equation.primitive.bind(*operands, **equation.params)
     return [np.asarray(result) for result in (results if equation.primitive.multiple_results else [results])]
-
-
-def _uncovered(equation: Any) -> UncoveredArithmetic:
-    shapes = ", ".join(variable.aval.str_short() for variable in equation.invars)
-    return UncoveredArithmetic(
-        field="primitive",
-        found=f"{equation.primitive.name} on {shapes} at {source_line(equation)}",
-        allowed="regions, and moves: reshape, transpose, slice, split, concatenate, gather of whole rows, broadcast, "
-        "select, iota, integer arithmetic",
-        reason="It is neither a region nor data movement that the engine can repeat exactly.",
-    )
 
 
 def _leaf_name(function: Callable[..., Any], path: Sequence[Any]) -> str:

@@ -1,4 +1,4 @@
-"""The policy's translated graph is the policy: same bits, one node a region, readable, and nothing but moves between."""
+"""The translated graph of a policy is the policy: same bits, a node a region, readable, only moves between."""
 
 import re
 from collections import Counter

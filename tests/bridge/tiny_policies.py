@@ -57,7 +57,9 @@ class Tiny:
         """The translated `Policy.head_rows`."""
         (tokens,) = jax.export.symbolic_shape("t")
         hidden = jax.ShapeDtypeStruct((tokens, self.policy.config.hidden_size), jnp.dtype(self.policy.dtype))
-        return translate(self.policy.head_rows, self.policy.parameter_shapes, hidden, jax.ShapeDtypeStruct((), jnp.float32))
+        return translate(
+            self.policy.head_rows, self.policy.parameter_shapes, hidden, jax.ShapeDtypeStruct((), jnp.float32)
+        )
 
     @cache  # noqa: B019 (two policies a session)
     def in_jax(self, tokens: int) -> torch.Tensor:
@@ -105,4 +107,5 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal shape, dtype and bit patterns."""
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
-    return left.contiguous().view(torch.uint8).equal(right.contiguous().view(torch.uint8))
+    one, other = (x.contiguous().reshape(-1).view(torch.uint8) for x in (left, right))
+    return one.equal(other)
