@@ -201,7 +201,7 @@ def _check_paged(lengths: Sequence[int], page: int, dtype: str) -> None:
     q, k, v = (jax.random.normal(key, (total, count, 16)).astype(dtype) for key, count in zip(keys, heads, strict=True))
     positions_T = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     request_T = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    packed = pallas_kernels.attention(q, k, v, positions_T, request_T, 0, scale=0.25)
+    packed = pallas_kernels.attention(q, k, v, jnp.asarray(positions_T), jnp.asarray(request_T), 0, scale=0.25)
 
     counts = [-(-length // page) for length in lengths]
     order = np.random.default_rng(page).permutation(sum(counts)).astype(np.int32)

@@ -71,11 +71,9 @@ class Learner:
         self.algorithm = algorithm
         self.temperature = temperature
         self.micro_batch_tokens = micro_batch_tokens
-        self._optimizer = build_optimizer(optimizer)
-        self.state = start_state(self._optimizer, params)
+        self._optimizer = optimizer
+        self.state = start_state(build_optimizer(optimizer), params)
         self.params: Parameters = dict(params)
-        self._accumulate = jax.jit(self._accumulate_gradients, donate_argnums=1)
-        self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
 
     def restore(self, state: LearnerState) -> None:
         """Continue from a checkpoint's state."""
@@ -135,8 +133,15 @@ class Learner:
         with counters.case("trainer_fwd"):
             for micro in micro_batches:
                 inputs = self._loss_inputs(micro, completions, advantages, weights, reference)
-                gradients, *output = self._accumulate(
-                    self.params, gradients, self.policy.buffers, micro.batch, inputs, jnp.float32(self.temperature)
+                gradients, *output = _accumulate_gradients(
+                    self.params,
+                    gradients,
+                    self.policy.buffers,
+                    micro.batch,
+                    inputs,
+                    jnp.float32(self.temperature),
+                    policy=self.policy,
+                    algorithm=self.algorithm,
                 )
                 outputs.append(output)
         # Fetched after the last micro-batch was sent, so that the device never waits for the host between two.
@@ -168,30 +173,6 @@ class Learner:
             mask=micro.spread(per_token),
         )
 
-    def _accumulate_gradients(
-        self,
-        params: Parameters,
-        accumulated: Parameters,
-        buffers: dict[str, jax.Array],
-        batch: PackedBatch,
-        inputs: LossInputs,
-        temperature: jax.Array,
-    ) -> tuple[Parameters, jax.Array, LossParts, jax.Array]:
-        def loss_of(params: Parameters) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
-            log_probs_T = self.policy.score(params, buffers, batch, temperature)
-            loss, parts = grpo_loss(log_probs_T, inputs, clip=self.algorithm.clip, kl_weight=self.algorithm.kl_weight)
-            return loss, (parts, log_probs_T)
-
-        (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
-        # Widened before the sum: micro-batches would otherwise be rounded to the policy's dtype one by one.
-        accumulated = {name: accumulated[name] + gradients[name].astype(jnp.float32) for name in accumulated}
-        return accumulated, loss, parts, log_probs_T
-
-    def _apply_gradients(self, state: LearnerState, gradients: Parameters) -> tuple[LearnerState, Parameters]:
-        updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.master)
-        master = optax.apply_updates(state.master, updates)
-        return LearnerState(master, optimizer), compute_copies(master, self.policy.dtype)
-
     def _step(self, part: _Minibatch) -> float:
         """One optimizer step; returns the gradient's global norm."""
         norm = float(_global_norm(part.gradients))
@@ -200,8 +181,45 @@ class Learner:
                 raise NonFiniteLogits(
                     field=name, found=value, allowed="a finite number", reason="The update was not applied."
                 )
-        self.state, self.params = self._apply(self.state, part.gradients)
+        self.state, self.params = _apply_gradients(
+            self.state, part.gradients, optimizer=self._optimizer, dtype=self.policy.dtype
+        )
         return norm
+
+
+# Functions of the module and not of a learner, so that learners of one policy share what was compiled.
+@partial(jax.jit, static_argnames=("policy", "algorithm"), donate_argnames="accumulated")
+def _accumulate_gradients(
+    params: Parameters,
+    accumulated: Parameters,
+    buffers: dict[str, jax.Array],
+    batch: PackedBatch,
+    inputs: LossInputs,
+    temperature: jax.Array,
+    *,
+    policy: Policy,
+    algorithm: AlgorithmSection,
+) -> tuple[Parameters, jax.Array, LossParts, jax.Array]:
+    """`accumulated` plus one micro-batch's gradients; its loss, parts and float32 log-probabilities [T]."""
+
+    def loss_of(params: Parameters) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
+        log_probs_T = policy.score(params, buffers, batch, temperature)
+        loss, parts = grpo_loss(log_probs_T, inputs, clip=algorithm.clip, kl_weight=algorithm.kl_weight)
+        return loss, (parts, log_probs_T)
+
+    (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+    # Widened before the sum: micro-batches would otherwise be rounded to the policy's dtype one by one.
+    accumulated = {name: accumulated[name] + gradients[name].astype(jnp.float32) for name in accumulated}
+    return accumulated, loss, parts, log_probs_T
+
+
+@partial(jax.jit, static_argnames=("optimizer", "dtype"), donate_argnames=("state", "gradients"))
+def _apply_gradients(
+    state: LearnerState, gradients: Parameters, *, optimizer: OptimizerSection, dtype: str
+) -> tuple[LearnerState, Parameters]:
+    updates, moments = build_optimizer(optimizer).update(gradients, state.optimizer, state.master)
+    master = optax.apply_updates(state.master, updates)
+    return LearnerState(master, moments), compute_copies(master, dtype)
 
 
 def _added(parts: Sequence[LossParts]) -> LossParts:

@@ -61,8 +61,7 @@ def run_summary(folder: RunFolder) -> str:
     """The run in three lines for a terminal."""
     lines = read_metrics(folder.metrics)
     return (
-        f"reward {lines[0]['reward_mean']:.3f} in the first of {len(lines)} steps, {lines[-1]['reward_mean']:.3f} in the "
-        "last\n"
+        f"reward {lines[0]['reward_mean']:.3f} in the first step, {lines[-1]['reward_mean']:.3f} in the last\n"
         f"{_total(lines, 'mismatch_tokens')} of {_total(lines, 'tokens')} sampled tokens and "
         f"{_total(lines, 'full_row_mismatches')} of {_total(lines, 'full_rows')} full rows differ\n"
         f"report: {folder.report}"
