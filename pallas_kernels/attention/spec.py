@@ -3,13 +3,13 @@
 from pallas_kernels.region import Spec
 from pallas_kernels.rounding import LANES
 
-# Queries of one item: few while decoding, many for long batches. Neutral for the bits, as the matmul's row tiles are.
-QUERY_TILES = (4, 32)
-FEW_TOKENS = 32
+# Queries that share the reading of keys. Neutral for the bits, as the matmul's row tiles are: a lone query, as in
+# decoding, takes a tile of its own.
+QUERY_TILE = 32
 BLOCK = 128
 
 _CONSTANTS: dict[str, int | float | str] = {
-    "cpu_query_tiles": str(QUERY_TILES),
+    "cpu_query_tile": QUERY_TILE,
     "cpu_block": BLOCK,
     "cpu_lanes": LANES,
     "cpu_exp": "xla:cpu",
