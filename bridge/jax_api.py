@@ -1,10 +1,9 @@
 """The parts of JAX without a public, fast form that the bridge needs, and that move between versions, in one place."""
 
 from functools import cache
-from typing import Any
 
 import jax
-from jax._src import source_info_util, xla_bridge
+from jax._src import xla_bridge
 from jax._src.lib import _jax, jaxlib_extension_version
 
 
@@ -36,9 +35,3 @@ else:
 def export_capsule(array: jax.Array) -> object:
     """A DLPack capsule over an array's memory, which the capsule keeps alive."""
     return _jax.buffer_to_dlpack_managed_tensor(array, stream=None)
-
-
-def source_line(equation: Any) -> str | None:
-    """`file:line` of the user's code that made an equation of a jaxpr; None inside of JAX's own cached functions."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame else None

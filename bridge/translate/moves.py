@@ -28,6 +28,11 @@ def _split(x: jax.Array, sizes: Sequence[int], dim: int) -> Sequence[jax.Array]:
     return jax.lax.split(x, sizes, dim)
 
 
+def _pad(x: jax.Array, widths: Sequence[int], *, value: float) -> jax.Array:
+    pairs = list(zip(widths[::2], widths[1::2], strict=True))
+    return jnp.pad(x, pairs[::-1], constant_values=value)
+
+
 def _index_select(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     # torch raises for an index out of range, a compiled segment cannot: NaN rows are refused where logits are made.
     return x.at[(slice(None),) * dim + (index,)].get(mode="fill", wrap_negative_indices=False)
@@ -57,6 +62,7 @@ JAX_FORMS: dict[Callable[..., object] | str, Callable[..., object]] = {
     torch.cat: lambda parts, dim: jax.lax.concatenate(parts, dim),
     torch.stack: lambda parts, dim: jnp.stack(parts, dim),
     torch.flip: jnp.flip,
+    torch.nn.functional.pad: _pad,
     torch.index_select: _index_select,
     torch.where: jnp.where,
     torch.arange: _arange,
@@ -71,9 +77,13 @@ JAX_FORMS: dict[Callable[..., object] | str, Callable[..., object]] = {
     torch.ge: jnp.greater_equal,
     torch.eq: jnp.equal,
     torch.ne: jnp.not_equal,
-    torch.logical_and: jnp.logical_and,
-    torch.logical_or: jnp.logical_or,
-    torch.logical_not: jnp.logical_not,
+    torch.maximum: jnp.maximum,
+    torch.minimum: jnp.minimum,
+    torch.neg: jnp.negative,
+    torch.bitwise_and: jnp.bitwise_and,
+    torch.bitwise_or: jnp.bitwise_or,
+    torch.bitwise_xor: jnp.bitwise_xor,
+    torch.bitwise_not: jnp.bitwise_not,
     operator.getitem: operator.getitem,
 }
 

@@ -211,7 +211,18 @@ def _same(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Va
     return operands
 
 
-# Exact on integers and booleans only: on floats they round, and rounding belongs in a region.
+@_handles("pad")
+def _pad(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
+    config = equation.params["padding_config"]
+    if not isinstance(operands[1], np.ndarray) or any(low < 0 or high < 0 or inner for low, high, inner in config):
+        return None
+    # torch lists the last axis first.
+    widths = [emitter.dimensions.size(width) for low, high, _ in reversed(config) for width in (low, high)]
+    x, value = emitter.node(operands[0]), operands[1].item()
+    return [emitter.call(torch.nn.functional.pad, x, widths, value=value, name="pad")]
+
+
+# Exact on integers and booleans only: on floats they round or compare, and that belongs in a region.
 _INTEGER_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "add": (torch.add, np.add),
     "sub": (torch.sub, np.subtract),
@@ -222,10 +233,13 @@ _INTEGER_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "ge": (torch.ge, np.greater_equal),
     "eq": (torch.eq, np.equal),
     "ne": (torch.ne, np.not_equal),
-    # On booleans the bitwise primitives are the logical ones.
-    "and": (torch.logical_and, np.logical_and),
-    "or": (torch.logical_or, np.logical_or),
-    "not": (torch.logical_not, np.logical_not),
+    "max": (torch.maximum, np.maximum),
+    "min": (torch.minimum, np.minimum),
+    "neg": (torch.neg, np.negative),
+    "and": (torch.bitwise_and, np.bitwise_and),
+    "or": (torch.bitwise_or, np.bitwise_or),
+    "xor": (torch.bitwise_xor, np.bitwise_xor),
+    "not": (torch.bitwise_not, np.bitwise_not),
 }
 
 
@@ -233,17 +247,19 @@ _INTEGER_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def _integer(emitter: Emitter, equation: Any, operands: list[Value]) -> Sequence[Value] | None:
     name = equation.primitive.name
     kinds = {np.dtype(operand.aval.dtype).kind for operand in equation.invars}
-    allowed = "b" if name in ("and", "or", "not") else "iu"
-    if not kinds <= set(allowed):
+    if not kinds <= set("biu"):
         return None
     in_torch, in_numpy = _INTEGER_FUNCTIONS[name]
     if all(isinstance(operand, np.ndarray) for operand in operands):
         return [np.asarray(in_numpy(*operands))]
     if isinstance(operands[0], np.ndarray) and name in ("add", "mul"):
         operands = operands[::-1]
-    # A scalar constant stays a plain number in the printed graph.
+    # A scalar constant stays a plain number in the printed graph, where torch takes one.
+    plain = name not in ("max", "min")
     arguments = [
-        operand.item() if isinstance(operand, np.ndarray) and operand.ndim == 0 and index else emitter.node(operand)
+        operand.item()
+        if plain and index and isinstance(operand, np.ndarray) and not operand.ndim
+        else emitter.node(operand)
         for index, operand in enumerate(operands)
     ]
     return [emitter.call(in_torch, *arguments, name=name)]

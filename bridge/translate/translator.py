@@ -10,11 +10,11 @@ import torch
 from jax.extend import core as jax_core
 from torch import fx
 
-from bridge.jax_api import source_line
 from bridge.torch_ops import STATIC_OPERANDS, op_of, operand_name
 from bridge.translate.emit import Emitter, Value
 from bridge.translate.primitives import HANDLERS
 from contracts.errors import UncoveredArithmetic
+from isojax.jaxprs import user_line
 from pallas_kernels.region import is_region, region_of
 
 # Primitives that hold a function to be inlined -> the parameter that holds it.
@@ -88,7 +88,7 @@ class _Translation:
     def equation(self, equation: Any, operands: list[Value]) -> Sequence[Value]:
         """What one equation's results become."""
         name = equation.primitive.name
-        self._line = source_line(equation) or self._line
+        self._line = user_line(equation) or self._line
         if is_region(equation.primitive):
             return self.region(equation, operands)
         if name in _CALLS:
@@ -112,7 +112,7 @@ class _Translation:
             field="primitive",
             found=f"{equation.primitive.name} on {shapes} at {self._line}",
             allowed="regions, and moves: reshape, transpose, slice, split, concatenate, gather of whole rows, "
-            "broadcast, select, iota, integer arithmetic",
+            "broadcast, select, pad, iota, integer arithmetic",
             reason="It is neither a region nor data movement that the engine can repeat exactly.",
         )
 

@@ -86,6 +86,8 @@ MOVES = {
     "take with ids of rank two": lambda x, ids, table: jnp.take(table, jnp.stack([ids, ids], 1), axis=0),
     "select": lambda x, ids, table: jnp.where((ids > 2)[:, None], x, x[:, ::-1]),
     "select a constant": lambda x, ids, table: jnp.where((ids != 1)[:, None], x, jnp.bfloat16(0.5)),
+    "pad": lambda x, ids, table: jnp.pad(x, ((0, 2), (3, 1)), constant_values=jnp.bfloat16(1.5)),
+    "more integers": lambda x, ids, table: (jnp.maximum(ids, 2), jnp.minimum(ids, ids[::-1]), -ids, ids ^ 5, ids & 3),
     "integers": lambda x, ids, table: ((ids + 3) * 2 - ids, 7 - ids, ids >= 2, ~(ids < 3) | (ids == 5) & (ids <= 5)),
     "iota over tokens": lambda x, ids, table: jnp.arange(x.shape[0]) * 2 + 1,
     "iota in two dimensions": lambda x, ids, table: lax.broadcasted_iota(jnp.int32, (x.shape[0], 3), 1),
