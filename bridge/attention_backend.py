@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.forward_context import get_forward_context
@@ -79,6 +80,8 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         """Signature set by vLLM."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
+        # All requests that can run at once: one shape, so one compiled attention a token bucket.
+        self.requests = vllm_config.scheduler_config.max_num_seqs
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -86,19 +89,19 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         """The metadata of one step. `common_prefix_len` is a hint for cascade attention, which would change the sums."""
         common = common_attn_metadata
         requests, tokens = common.num_reqs, common.num_actual_tokens
-        # Requests are padded to a bucket too, so that few shapes are compiled.
-        page_table_RP = torch.zeros(bucket_of(requests), common.block_table_tensor.shape[1], dtype=torch.int32)
-        torch.mul(common.block_table_tensor[:requests], 2, out=page_table_RP[:requests])
-        slots = common.slot_mapping[:tokens].to(torch.int64)
-        lengths = common.query_start_loc_cpu.diff()[:requests]
-        request_of_token_T = torch.full((bucket_of(tokens),), -1, dtype=torch.int32)
-        request_of_token_T[:tokens] = torch.repeat_interleave(torch.arange(requests, dtype=torch.int32), lengths)
+        # In NumPy: these are a few hundred numbers, and a torch op on them would wait for a second thread.
+        page_table_RP = np.zeros((self.requests, common.block_table_tensor.shape[1]), np.int32)
+        np.multiply(common.block_table_tensor[:requests].numpy(), 2, out=page_table_RP[:requests])
+        slots = common.slot_mapping[:tokens].numpy().astype(np.int64)
+        lengths = np.diff(common.query_start_loc_cpu[: requests + 1].numpy())
+        request_of_token_T = np.full(bucket_of(tokens), -1, np.int32)
+        request_of_token_T[:tokens] = np.repeat(np.arange(requests, dtype=np.int32), lengths)
         return StepMetadata(
             num_tokens=tokens,
             # A block is a page of keys followed by one of values: skip the values of the blocks before.
-            slots=slots + slots.div(self.block_size, rounding_mode="floor") * self.block_size,
-            page_table_RP=page_table_RP,
-            request_of_token_T=request_of_token_T,
+            slots=torch.from_numpy(slots + slots // self.block_size * self.block_size),
+            page_table_RP=torch.from_numpy(page_table_RP),
+            request_of_token_T=torch.from_numpy(request_of_token_T),
             decode=common.max_query_len == 1,
         )
 

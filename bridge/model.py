@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,6 +19,7 @@ from bridge.non_finite import HEAD, Fault, bad_rows, first_bad_region
 from bridge.translate import merge_segments
 from bridge.weights import EngineWeights
 from contracts import bits_float, float_bits, load_contract
+from isojax.policy.rope import rope_table_digest
 from isojax.weights.load import load_policy
 from pallas_kernels import counters
 
@@ -141,7 +141,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
             "served": {case: sorted(names) for case, names in served.items()},
             "device_kind": jax.local_devices(backend="cpu")[0].device_kind,
             "temperature": float_bits(self._temperature),
-            "rope_table_digest": hashlib.sha256(self._rope_table.numpy().tobytes()).hexdigest(),
+            "rope_table_digest": rope_table_digest(self._rope_table.numpy()),
             "parameter_dtype": _name(self.weights.dtype),
             "kv_cache_dtype": _name(self.layers[0].kv_cache.dtype),
             "head_rows": int(self.weights.head.shape[0]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -46,10 +47,13 @@ class Fault:
 def bad_rows(values: torch.Tensor) -> list[int]:
     """Rows of a float tensor [T, ...] that hold NaN or infinity. One sum a row finds them in nearly every step."""
     flat = values.reshape(values.shape[0], -1)
-    if bool(torch.isfinite(flat.sum(dim=1, dtype=torch.float32)).all()):
-        return []
+    if flat.dtype == torch.bfloat16:
+        flat = flat.to(torch.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if np.isfinite(flat.numpy().sum(axis=1)).all():
+            return []
     # The sum of finite values can overflow, so only now each element is looked at.
-    return (~torch.isfinite(flat).all(dim=1)).nonzero().flatten().tolist()
+    return np.flatnonzero(~np.isfinite(flat.numpy()).all(axis=1)).tolist()
 
 
 class _FirstBadNode(fx.Interpreter):

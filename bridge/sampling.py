@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
@@ -35,16 +36,16 @@ def uniform(seed: int, index: int) -> float:
     return ((word ^ (word >> 31)) >> 11) * 2.0**-53
 
 
-def draw(log_probs_V: torch.Tensor, u: float) -> int:
-    """The token that `u` in [0, 1) selects from one row of log-probabilities.
+def draw(log_probs_V: np.ndarray, u: float) -> int:
+    """The token that `u` in [0, 1) selects from one row of fp32 log-probabilities.
 
-    One row at a time: elementwise torch kernels treat the tail of a buffer differently, so a row inside a batch could
-    round otherwise than alone, and one seed would then give two answers.
+    One row at a time, in NumPy: vectorised kernels treat the tail of a buffer differently, so a row inside a batch could
+    round otherwise than alone, and one seed would then give two answers. It also spends no thread barrier on 0.2 ms.
     """
-    cumulative_V = torch.cumsum(torch.exp(log_probs_V), 0, dtype=torch.float64)
+    cumulative_V = np.cumsum(np.exp(log_probs_V), dtype=np.float64)
     # Scaled by the row's own sum, which is 1 up to rounding, so that u close to 1 never falls off the end.
-    target = (cumulative_V[-1] * u).reshape(1)
-    return min(int(torch.searchsorted(cumulative_V, target, right=True)), log_probs_V.shape[0] - 1)
+    chosen = int(np.searchsorted(cumulative_V, cumulative_V[-1] * u, side="right"))
+    return min(chosen, len(log_probs_V) - 1)
 
 
 @dataclass
@@ -96,9 +97,10 @@ class SeededSampling(LogitsProcessor):
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Draws each random row's token and makes it the only possible one, in place. logits: fp32 [requests, V]."""
+        values = logits.numpy()
         for index, row in self._rows.items():
-            log_probs_V = logits[index]
+            log_probs_V = values[index]
             token = draw(log_probs_V, uniform(row.seed, len(row.output_tokens)))
-            log_probs_V.fill_(-torch.inf)
+            log_probs_V.fill(-np.inf)
             log_probs_V[token] = 0.0
         return logits
