@@ -145,7 +145,7 @@ class _Translation:
         fixed = operands[: parameters["num_consts"]]
         carried = operands[len(fixed) : len(fixed) + parameters["num_carry"]]
         stacked = operands[len(fixed) + len(carried) :]
-        if not isinstance(length, int):
+        if not isinstance(length, int) or not length:
             raise self.uncovered(equation)
         collected: list[list[Value]] = []
         for trip in reversed(range(length)) if parameters["reverse"] else range(length):
