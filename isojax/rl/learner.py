@@ -72,8 +72,9 @@ class Learner:
         self.temperature = temperature
         self.micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
-        self.state = start_state(build_optimizer(optimizer), params)
-        self.params: Parameters = dict(params)
+        # Placed explicitly, as a restored checkpoint's arrays are, so that both run the same compiled programs.
+        self.params: Parameters = jax.device_put(dict(params), jax.devices()[0])
+        self.state = start_state(build_optimizer(optimizer), self.params)
 
     def restore(self, state: LearnerState) -> None:
         """Continue from a checkpoint's state."""
@@ -141,7 +142,8 @@ class Learner:
                     inputs,
                     jnp.float32(self.temperature),
                     policy=self.policy,
-                    algorithm=self.algorithm,
+                    clip=self.algorithm.clip,
+                    kl_weight=self.algorithm.kl_weight,
                 )
                 outputs.append(output)
         # Fetched after the last micro-batch was sent, so that the device never waits for the host between two.
@@ -188,7 +190,7 @@ class Learner:
 
 
 # Functions of the module and not of a learner, so that learners of one policy share what was compiled.
-@partial(jax.jit, static_argnames=("policy", "algorithm"), donate_argnames="accumulated")
+@partial(jax.jit, static_argnames=("policy", "clip", "kl_weight"), donate_argnames="accumulated")
 def _accumulate_gradients(
     params: Parameters,
     accumulated: Parameters,
@@ -198,13 +200,14 @@ def _accumulate_gradients(
     temperature: jax.Array,
     *,
     policy: Policy,
-    algorithm: AlgorithmSection,
+    clip: float,
+    kl_weight: float,
 ) -> tuple[Parameters, jax.Array, LossParts, jax.Array]:
     """`accumulated` plus one micro-batch's gradients; its loss, parts and float32 log-probabilities [T]."""
 
     def loss_of(params: Parameters) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
         log_probs_T = policy.score(params, buffers, batch, temperature)
-        loss, parts = grpo_loss(log_probs_T, inputs, clip=algorithm.clip, kl_weight=algorithm.kl_weight)
+        loss, parts = grpo_loss(log_probs_T, inputs, clip=clip, kl_weight=kl_weight)
         return loss, (parts, log_probs_T)
 
     (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
@@ -226,7 +229,7 @@ def _added(parts: Sequence[LossParts]) -> LossParts:
     return LossParts(*(float(sum(values)) for values in zip(*parts, strict=True)))
 
 
-_global_norm = jax.jit(optax.global_norm)
+_global_norm = jax.jit(optax.tree.norm)
 
 
 def _require_untouched_ratio(part: _Minibatch) -> None:

@@ -58,7 +58,6 @@ class Trainer:
         mesh = mesh_degrees(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)))
         contract.check_mesh(mesh)
         handshake(contract, engine.report(), trainer_mesh=mesh)
-        self._reference = dict(params) if config.algorithm.kl_weight else None
         self.learner = Learner(
             policy,
             params,
@@ -67,6 +66,7 @@ class Trainer:
             temperature=config.rollout.temperature,
             micro_batch_tokens=config.train.micro_batch_tokens,
         )
+        self._reference = dict(self.learner.params) if config.algorithm.kl_weight else None
         self.metrics = MetricsFile(folder.metrics)
         self.checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
         start = digest(params)

@@ -30,7 +30,7 @@ class ReferenceEngine:
         self.calls: list[Sampling] = []
 
     def sync(self, params: Mapping[str, jax.Array]) -> str:
-        self.params = {name: jnp.array(value, copy=True) for name, value in params.items()}
+        self.params = {name: jax.device_put(value, jax.devices()[0], may_alias=False) for name, value in params.items()}
         self.weight_digest = digest(self.params)
         return self.weight_digest
 
@@ -40,9 +40,7 @@ class ReferenceEngine:
     def close(self) -> None:
         self.closed = True
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0
-    ) -> list[Completion]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
         self.calls.append(sampling)
         requests = [(index, sample) for index in range(len(prompts)) for sample in range(sampling.samples)]
         seed = sampling.seed if sampling.seed is not None else int(np.random.default_rng().integers(2**62))
@@ -93,7 +91,13 @@ class ReferenceEngine:
         segments = np.repeat(np.arange(count, dtype=np.int32), length)
         return np.asarray(
             _next_rows(self.policy)(
-                self.params, self.policy.buffers, tokens.reshape(-1), positions, segments, last, jnp.float32(temperature)
+                self.params,
+                self.policy.buffers,
+                tokens.reshape(-1),
+                positions,
+                segments,
+                last,
+                jnp.float32(temperature),
             )
         )
 
@@ -115,5 +119,3 @@ def one_bit_off(completion: Completion, place: int) -> Completion:
     log_probs = completion.log_probs.copy()
     log_probs.view(np.int32)[place] ^= 1
     return dataclasses.replace(completion, log_probs=log_probs)
-
-
