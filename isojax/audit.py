@@ -18,7 +18,8 @@ from pallas_kernels.region import is_region, region_of
 MOVES = frozenset(
     (
         *("reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim", "copy", "copy_p", "pad"),
-        *("slice", "dynamic_slice", "dynamic_update_slice", "split", "concatenate", "gather", "select_n"),
+        *("slice", "dynamic_slice", "dynamic_update_slice", "split", "concatenate", "stack", "unstack", "tile"),
+        *("gather", "select_n"),
         *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pvary", "pcast"),
         *("sharding_constraint", "optimization_barrier", "stop_gradient"),
     )

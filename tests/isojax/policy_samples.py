@@ -48,8 +48,7 @@ LLAMA3_ROPE = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama_tied": raw_config("llama", tie_word_embeddings=True),
-    "llama_biases": raw_config("llama", attention_bias=True, num_key_value_heads=1),
-    "llama3_rope": raw_config("llama", rope_scaling=LLAMA3_ROPE),
+    "llama3_biases": raw_config("llama", rope_scaling=LLAMA3_ROPE, attention_bias=True, num_key_value_heads=1),
     "qwen3": raw_config("qwen3", head_dim=32),
     "qwen3_tied": raw_config("qwen3", tie_word_embeddings=True, num_attention_heads=8),
 }
