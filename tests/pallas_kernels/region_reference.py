@@ -1,4 +1,4 @@
-"""The regions' rounding schedules again, in NumPy and one operation at a time: what the CPU forms must equal bit for bit.
+"""The regions' rounding schedules again, in NumPy, one operation at a time: what the CPU forms must equal in every bit.
 
 Only exp and log are taken from XLA, on whole arrays. T tokens, K depth, N columns, D head size.
 """
