@@ -61,7 +61,7 @@ class Tiny:
             self.policy.head_rows, self.policy.parameter_shapes, hidden, jax.ShapeDtypeStruct((), jnp.float32)
         )
 
-    @cache  # noqa: B019 (two policies a session)
+    @cache  # noqa: B019 (there are two of them)
     def in_jax(self, tokens: int) -> torch.Tensor:
         """`Policy.hidden` of the batch of this many tokens, by JAX alone."""
         arrays = [x.numpy() for x in batch(tokens)]
@@ -70,7 +70,7 @@ class Tiny:
 
 @cache
 def tiny(name: str) -> Tiny:
-    """The llama (bf16, tied head) or the Qwen3 (fp32, biases, QK-norm) policy of this session."""
+    """The llama (bf16, tied head) or the Qwen3 (fp32, biases, QK-norm) policy, made once."""
     config = PolicyConfig(
         vocab_size=40,
         hidden_size=32,
