@@ -92,15 +92,17 @@ class Policy:
     def init(self, key: jax.Array, scale: float | None = None) -> dict[str, jax.Array]:
         """Random parameters: normal matrices of standard deviation `scale` (the config's), unit norms, zero biases."""
         deviation = self.config.initializer_range if scale is None else scale
+        # On the host, in one stream: a draw in JAX would compile once for every shape.
+        generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))
         params = {}
         for name, shape in self.parameter_shapes.items():
-            key, own = jax.random.split(key)
             if "norm" in name:
-                params[name] = jnp.ones(shape.shape, shape.dtype)
+                values = np.ones(shape.shape, np.float32)
             elif "bias" in name:
-                params[name] = jnp.zeros(shape.shape, shape.dtype)
+                values = np.zeros(shape.shape, np.float32)
             else:
-                params[name] = (deviation * jax.random.normal(own, shape.shape, jnp.float32)).astype(shape.dtype)
+                values = np.float32(deviation) * generator.standard_normal(shape.shape, np.float32)
+            params[name] = jnp.asarray(values.astype(shape.dtype))
         return params
 
     def hidden(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from isojax.policy import PackedBatch, Policy, PolicyConfig
@@ -59,11 +60,11 @@ def tiny_policy(name: str = "qwen3", dtype: str = "bfloat16", **options: Any) ->
     """A tiny policy of `FAMILIES` with random parameters, norms and biases included; one a name, compiled once."""
     policy = Policy(PolicyConfig.from_hugging_face(FAMILIES[name]), dtype=dtype, **options)
     params = policy.init(jax.random.key(3))
-    keys = jax.random.split(jax.random.key(4), len(params))
+    generator = np.random.default_rng(4)
     noisy = {
-        label: value + (0.1 * jax.random.normal(key, value.shape)).astype(value.dtype)
-        for key, (label, value) in zip(keys, params.items(), strict=True)
         # Unit norms and zero biases would hide a swapped or forgotten one.
+        label: jnp.asarray((np.asarray(value, np.float32) + generator.normal(0, 0.1, value.shape)).astype(value.dtype))
+        for label, value in params.items()
         if "norm" in label or "bias" in label
     }
     return policy, params | noisy
