@@ -1,4 +1,4 @@
-"""Paged attention inside vLLM: the layer that owns a cache, the metadata of a step, and the one op that writes and reads."""
+"""Paged attention inside vLLM: the layer that owns a cache, a step's metadata, the one op that writes and reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class IsojaxAttentionBackend(PagedCacheLayout, AttentionBackend):
 class StepMetadata(AttentionMetadata):
     """Where the tokens of one step live. Made once a step, used by every layer.
 
-    num_tokens: real tokens; rows beyond them pad to the bucket T and are inert. slots_T: int64 [num_tokens], each token's
+    num_tokens: real tokens; rows beyond them pad to the bucket T and are inert. slots: int64 [num_tokens], each token's
     row in the cache seen as rows of [K, D] from the first key page on. page_table_RP: int32, a request's key pages.
     request_of_token_T: int32, -1 on padding rows, which are dead. decode: no request has more than one new token.
     """
@@ -86,7 +86,7 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StepMetadata:
-        """The metadata of one step. `common_prefix_len` is a hint for cascade attention, which would change the sums."""
+        """The metadata of a step. `common_prefix_len` is a hint for cascade attention, which would change the sums."""
         common = common_attn_metadata
         requests, tokens = common.num_reqs, common.num_actual_tokens
         # In NumPy: these are a few hundred numbers, and a torch op on them would wait for a second thread.
@@ -131,7 +131,7 @@ class CachedAttention(AttentionImpl):
             shared_views.discard([self._key_pages, self._value_pages])
         self._key_pages = self._value_pages = None
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         layer: Any,
         query: torch.Tensor,
@@ -159,12 +159,21 @@ class CachedAttention(AttentionImpl):
             new = new.view(torch.int16) if new.dtype == torch.bfloat16 else new
             pages.view(-1, *pages.shape[2:]).index_copy_(0, step.slots, new)
         return torch.ops.isojax.paged_attention(
-            query, keys, values, step.page_table_RP, step.request_of_token_T, positions, scale=self.scale, split=self.split
+            query,
+            keys,
+            values,
+            step.page_table_RP,
+            step.request_of_token_T,
+            positions,
+            scale=self.scale,
+            split=self.split,
         )
 
 
 class CachedAttentionLayer(nn.Module, AttentionLayerBase):
     """One layer's place in vLLM: it has a name, asks for a cache and is given one."""
+
+    impl: CachedAttention
 
     def __init__(
         self,
@@ -214,7 +223,7 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
 
 def step_metadata() -> StepMetadata | None:
     """The running step's metadata, the same for every layer; None while vLLM profiles."""
-    metadata = get_forward_context().attn_metadata
+    metadata: Any = get_forward_context().attn_metadata
     return next(iter(metadata.values())) if isinstance(metadata, dict) else metadata
 
 
@@ -230,4 +239,6 @@ def _cached_attention(
 
 
 _library.impl("cached_attention", _cached_attention, "CPU")
-torch.library.register_fake("isojax::cached_attention", lambda q, k, v, positions, layer: torch.empty_like(q), lib=_library)
+torch.library.register_fake(
+    "isojax::cached_attention", lambda q, k, v, positions, layer: torch.empty_like(q), lib=_library
+)

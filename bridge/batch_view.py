@@ -18,8 +18,8 @@ class RowOwner:
 
     request: vLLM's request id. position: of the token that the row was computed from, in its sequence. token_index: of
     the output token that the row is the distribution of; negative inside a prompt, where nothing is sampled. sampled:
-    whether a token is drawn from this row (not so at the end of a prefill chunk). record: VllmEngine's own number for the
-    request, None for requests from elsewhere.
+    whether a token is drawn from this row (not so at the end of a prefill chunk). record: VllmEngine's own number for
+    the request, None for requests from elsewhere.
     """
 
     request: str

@@ -1,4 +1,4 @@
-"""The few token counts that the engine's graphs are run at; a step is padded once, at the graph's entry, to one of them."""
+"""The few token counts that the engine's graphs are run at; a step is padded once, at the entry, to one of them."""
 
 SMALLEST = 16
 

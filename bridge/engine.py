@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.batch_view import RECORD
+from bridge.completions import SampleRequest, completion_of, prompt_scores, rows_by_request, sampling_params
 from bridge.handshake import engine_report, kernel_record
 from bridge.non_finite import Fault
 from bridge.start import EngineOptions, start_vllm, stop_vllm
 from bridge.vllm_api import finish_weight_update, weight_version
 from bridge.weight_sync import WeightSender
-from bridge.weights import check_complete
+from bridge.weights import check_parameters
 from contracts import EngineReport, ExecutionContract, bits_float, check_kernels, load_contract
 from contracts.errors import EmptyBatch, HandshakeRefused, PromptTooLong, UnsupportedRequest, WeightDigestMismatch
-from isojax.rl.rollout import Completion, Sampling, request_seed
+from isojax.rl.rollout import Completion, Sampling
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
 
@@ -27,28 +27,18 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
 
 
-@dataclass(frozen=True)
-class _Request:
-    """One sequence to sample: its prompt's index, its number among that prompt's samples, and its name in messages."""
-
-    prompt: int
-    sample: int
-
-    def __str__(self) -> str:
-        return f"prompt {self.prompt}, sample {self.sample}"
-
-
 class VllmEngine:
     """Implements `isojax.rl.rollout.RolloutEngine` on an exported policy folder.
 
-    Nothing is sampled before the engine was reported for a handshake (`report`) and given weights (`sync`); it refuses
-    to go on when a sync fails, when the prefix cache cannot be emptied, or when other regions ran than the contract has.
+    Nothing is sampled before the engine was reported for a handshake (`report`) and given weights (`sync`). It refuses
+    to go on when a sync fails, when the prefix cache cannot be emptied, or when regions ran that the contract lacks.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
-        """Starts vLLM. settings: fields of `EngineOptions`. Raises BadContract, BadConfig, MeshNotClaimed, UnsupportedModel.
+        """Starts vLLM. settings: fields of `EngineOptions`.
 
-        With `separate_process` the caller's main module must be importable without side effects (processes are spawned).
+        With `separate_process` the main module must be importable without side effects, since processes are spawned.
+        Raises BadContract, BadConfig, MeshNotClaimed, UnsupportedModel.
         """
         self.folder = Path(folder)
         self.options = EngineOptions.of(settings)
@@ -73,10 +63,10 @@ class VllmEngine:
     def sync(self, params: Mapping[str, Any]) -> str:
         """Gives the engine packed parameters through vLLM's weight transfer; returns the digest of what it now holds.
 
-        Raises BadCheckpoint for names, shapes or dtypes that are not the policy's, UnsupportedRequest while requests run,
-        and WeightDigestMismatch if the engine holds something else afterwards or keeps cached keys of the old weights.
+        Raises BadCheckpoint for names, shapes or dtypes that are not the policy's, UnsupportedRequest while requests
+        run, and WeightDigestMismatch if the engine then holds something else or keeps cached keys of the old weights.
         """
-        check_complete(params, self._policy)
+        check_parameters(params, self._policy)
         running = self._llm.llm_engine.get_num_unfinished_requests()
         if running:
             raise UnsupportedRequest(
@@ -108,40 +98,39 @@ class VllmEngine:
         """Samples completions; see `RolloutEngine.generate`. Token ids in, token ids and fp32 log-probabilities out."""
         weights = self._require_ready()
         self._check(prompts, sampling)
-        requests = [_Request(prompt, sample) for prompt in range(len(prompts)) for sample in range(sampling.samples)]
+        pairs = itertools.product(range(len(prompts)), range(sampling.samples))
+        requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
         tokens = [list(map(int, prompts[request.prompt])) for request in requests]
-        params = [self._params(number, request, sampling) for number, request in enumerate(requests)]
+        params = [request.sampling_params(number, sampling) for number, request in enumerate(requests)]
         if full_rows:
             self._rpc("isojax_tap_rows", full_rows, secrets.randbits(62) if sampling.seed is None else sampling.seed)
         try:
             outputs = self._run(tokens, params)
             self._refuse_faults(requests)
-            rows = self._rows() if full_rows else {}
+            rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows else {}
         finally:
             if full_rows:
                 self._rpc("isojax_tap_rows", 0, 0)
         self._check_served()
         return [
-            _completion(request, output, weights, rows.get(number) if full_rows else None)
+            completion_of(request, output, weights, rows.get(number) if full_rows else None)
             for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
         ]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Prefill alone: fp32 log-probability of every token but the first, given those before it; one array a sequence.
+        """Prefill alone: fp32 log-probability of every token but the first, given those before; one array a sequence.
 
         What the trainer's `policy.log_probs` gives for the same tokens. vLLM reads no prefix cache for such requests.
         """
         self._require_ready()
         self._check(sequences, Sampling(max_tokens=1))
-        params = [_sampling_params(max_tokens=1, temperature=0.0, prompt_logprobs=0, extra_args={RECORD: number})
-                  for number in range(len(sequences))]  # fmt: skip
+        params = [
+            sampling_params(record=number, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+            for number in range(len(sequences))
+        ]
         outputs = self._run([list(map(int, sequence)) for sequence in sequences], params)
-        self._refuse_faults([_Request(number, 0) for number in range(len(sequences))])
-        scores = []
-        for sequence, output in zip(sequences, outputs, strict=True):
-            entries = zip(sequence[1:], (output.prompt_logprobs or [None])[1:], strict=True)
-            scores.append(np.array([entry[int(token)].logprob for token, entry in entries if entry], np.float32))
-        return scores
+        self._refuse_faults([SampleRequest(number, 0) for number in range(len(sequences))])
+        return [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
 
     def close(self) -> None:
         """Stops vLLM and removes the staging file. The engine cannot be used afterwards."""
@@ -151,29 +140,15 @@ class VllmEngine:
         self._digest = None
 
     def _run(self, tokens: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+        from vllm.inputs import TokensPrompt
+
         try:
-            return self._llm.generate([{"prompt_token_ids": ids} for ids in tokens], params, use_tqdm=False)
+            return self._llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in tokens], params, use_tqdm=False)
         except BaseException:
             # Also Ctrl-C: nothing may stay in flight, or the next sync could not run.
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
-
-    def _params(self, number: int, request: _Request, sampling: Sampling) -> SamplingParams:
-        seed = (
-            secrets.randbits(62)
-            if sampling.seed is None
-            else request_seed(sampling.seed, request.prompt, request.sample)
-        )
-        return _sampling_params(
-            max_tokens=sampling.max_tokens,
-            # The contract's temperature is inside the log-probabilities; vLLM's own is 1, or 0 for greedy.
-            temperature=0.0 if sampling.greedy else 1.0,
-            seed=None if sampling.greedy else seed,
-            stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,
-            extra_args={RECORD: number},
-        )
 
     def _require_ready(self) -> str:
         if not self._reported:
@@ -226,7 +201,8 @@ class VllmEngine:
                     reason="The policy's embedding has no other rows.",
                 )
         wanted = bits_float(self._contract.semantics.temperature)
-        if not sampling.greedy and sampling.temperature != wanted:
+        # The region divides by an fp32 number, so 0.6 means the fp32 number nearest to it.
+        if not sampling.greedy and np.float32(sampling.temperature) != np.float32(wanted):
             raise UnsupportedRequest(
                 field="temperature",
                 found=sampling.temperature,
@@ -235,7 +211,7 @@ class VllmEngine:
                 "another one.",
             )
 
-    def _refuse_faults(self, requests: Sequence[_Request]) -> None:
+    def _refuse_faults(self, requests: Sequence[SampleRequest]) -> None:
         faults = [Fault(**fields) for fields in self._rpc("isojax_take_faults")]
         if not faults:
             return
@@ -254,14 +230,6 @@ class VllmEngine:
                 reason="It would serve keys and values of the old weights.",
             )
 
-    def _rows(self) -> dict[int, dict[int, np.ndarray]]:
-        taken = self._rpc("isojax_take_rows")
-        values = np.frombuffer(taken["rows"], np.float32).reshape(-1, max(taken["width"], 1))
-        rows: dict[int, dict[int, np.ndarray]] = {}
-        for record, index, row in zip(taken["records"], taken["token_indices"], values, strict=True):
-            rows.setdefault(record, {})[index] = row
-        return rows
-
     def _check_served(self) -> None:
         """Compares the regions that really ran with the contract, the first time that each case has run."""
         if len(self._checked) == 2:
@@ -276,30 +244,3 @@ class VllmEngine:
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         return self._llm.collective_rpc(method, args=arguments)[0]
-
-
-def _sampling_params(**fields: Any) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    # Tokens only: text never enters, and the stop rule is the caller's.
-    return SamplingParams(detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY, **fields)
-
-
-def _completion(
-    request: _Request, output: RequestOutput, weights: str, rows: Mapping[int, np.ndarray] | None
-) -> Completion:
-    sampled = output.outputs[0]
-    tokens = tuple(sampled.token_ids)
-    return Completion(
-        prompt_index=request.prompt,
-        prompt_tokens=tuple(output.prompt_token_ids or ()),
-        tokens=tokens,
-        # vLLM hands the fp32 values on as Python floats, which hold them exactly.
-        log_probs=np.array(
-            [entry[token].logprob for token, entry in zip(tokens, sampled.logprobs or (), strict=True)], np.float32
-        ),
-        finish_reason=str(sampled.finish_reason),
-        weight_digest=weights,
-        rows=rows,
-    )

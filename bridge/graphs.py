@@ -1,4 +1,4 @@
-"""The policy's two functions as torch.fx graphs for the engine: attention over the cache, parameters bound, rows padded."""
+"""The policy's two functions as torch.fx graphs for the engine: attention over the cache, parameters bound."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ def engine_report(
         quantization=vllm_config.model_config.quantization or "none",
         adapters="unmerged" if vllm_config.lora_config is not None else "none",
         weight_digest=described["weight_digest"],
-        installed=kernel_record({case: described["regions"] for case in ENGINE_CASES}),
+        installed=kernel_record(dict.fromkeys(ENGINE_CASES, described["regions"])),
         served=kernel_record(described["served"]),
     )
 
 
 def kernel_record(regions: Mapping[str, list[str]]) -> FrozenMap[Any]:
     """Regions by case, each with its kernel digests (none on a CPU)."""
-    return FrozenMap({case: FrozenMap({name: () for name in names}) for case, names in regions.items()})
+    return FrozenMap({case: FrozenMap(dict.fromkeys(names, ())) for case, names in regions.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import torch
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class IsojaxPolicyForCausalLM(nn.Module):
-    """An exported policy in vLLM. There is no second model definition: `Policy.hidden` and `Policy.head_rows` are traced.
+    """An exported policy in vLLM. There is no second model definition: the policy's own functions are traced.
 
     `forward` returns final-normed hidden states, `compute_logits` fp32 log-probabilities at the contract's temperature,
     which vLLM hands on verbatim (logprobs_mode raw_logits) and samples from at its own temperature 1.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Reads the policy folder, translates the policy and allocates its parameters; vLLM then calls `load_weights`."""
+        """Reads the policy folder, translates the policy, allocates its parameters; vLLM then calls `load_weights`."""
         super().__init__()
         folder = Path(vllm_config.model_config.model)
         self.contract = load_contract(folder)
@@ -90,7 +90,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
         intermediate_tensors: object = None,
         inputs_embeds: object = None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, H] of vLLM's flattened batch. Padded once, here, to a bucket; padding rows are inert."""
+        """Hidden states [tokens, H] of vLLM's flattened batch. Padded once, here, to a bucket, with inert rows."""
         tokens = input_ids.shape[0]
         tokens_T, positions_T = (torch.zeros(bucket_of(tokens), dtype=torch.int32) for _ in range(2))
         tokens_T[:tokens] = input_ids
@@ -143,7 +143,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
             "temperature": float_bits(self._temperature),
             "rope_table_digest": rope_table_digest(self._rope_table.numpy()),
             "parameter_dtype": _name(self.weights.dtype),
-            "kv_cache_dtype": _name(self.layers[0].kv_cache.dtype),
+            "kv_cache_dtype": _name(cast("CachedAttentionLayer", self.layers[0]).kv_cache.dtype),
             "head_rows": int(self.weights.head.shape[0]),
             "head_operand_dtype": _name(self.weights.dtype),
             "head_output_dtype": _name(probe.dtype),
@@ -175,7 +175,7 @@ class _Step:
         self._hidden = hidden
 
     def is_prompt_slice(self, hidden: torch.Tensor) -> bool:
-        """Whether these are consecutive rows of the forward's own result: vLLM slices it for prompt log-probabilities."""
+        """Whether these are consecutive rows of the forward's result: vLLM slices it for prompt log-probabilities."""
         return hidden.untyped_storage().data_ptr() == self._hidden.untyped_storage().data_ptr()
 
     def owners(self, hidden: torch.Tensor, batch: BatchView) -> list[tuple[RowOwner, int]]:

@@ -66,10 +66,9 @@ class _FirstBadNode(fx.Interpreter):
 
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
-        computed = node.op in ("call_function", "call_method", "call_module")
-        if self.found is None and computed and isinstance(result, torch.Tensor) and result.is_floating_point():
-            if result.ndim and self.row < result.shape[0] and not bool(torch.isfinite(result[self.row]).all()):
-                self.found = node.name
+        computed = node.op.startswith("call_") and isinstance(result, torch.Tensor) and result.is_floating_point()
+        if self.found is None and computed and not bool(torch.isfinite(result[self.row]).all()):
+            self.found = node.name
         return result
 
 

@@ -1,4 +1,4 @@
-"""Which sampling requests the contract's semantics cover; every other one is refused by name, for the LLM class and HTTP."""
+"""Which sampling requests the contract's semantics cover; every other one is refused by name, in Python and HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ RENORMALISES = (
     "A filter renormalises the rollout's probabilities by the kept mass and leaves the trainer's alone, so both sides "
     "would hold different values for the same token."
 )
-CHANGES_LOGITS = "It changes the distribution after the log-probabilities are taken, so they would be those of another one."
+CHANGES_LOGITS = (
+    "It changes the distribution after the log-probabilities are taken, so they would be those of another one."
+)
 FORCES_TOKENS = "It masks or forces tokens, so what is sampled no longer follows the reported log-probabilities."
 
 

@@ -1,9 +1,9 @@
 """Draws each token from the engine's log-probabilities by (seed, token index) alone, and refuses other requests.
 
-vLLM keeps one stateful generator a request. On a CPU that fails: when a prompt is prefilled in chunks, vLLM 0.26 to 0.32
-winds the generator back by `set_offset`, which CPU generators don't have, and the engine dies. A state would also tie
-the draw to how a prompt was cut and to preemption. So the draw is a function: u = hash(seed, index), token = the first
-one whose cumulative probability exceeds u (inverse transform sampling, cumulated in float64).
+vLLM keeps one stateful generator a request. On a CPU that fails: when a prompt is prefilled in chunks, vLLM (0.26 to
+0.32) winds the generator back by `set_offset`, which CPU generators don't have, and the engine dies. A state would also
+tie the draw to how a prompt was cut and to preemption. So the draw is a function: u = hash(seed, index), token = the
+first one whose cumulative probability exceeds u (inverse transform sampling, cumulated in float64).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def uniform(seed: int, index: int) -> float:
 def draw(log_probs_V: np.ndarray, u: float) -> int:
     """The token that `u` in [0, 1) selects from one row of fp32 log-probabilities.
 
-    One row at a time, in NumPy: vectorised kernels treat the tail of a buffer differently, so a row inside a batch could
-    round otherwise than alone, and one seed would then give two answers. It also spends no thread barrier on 0.2 ms.
+    One row at a time, in NumPy: vectorised kernels treat the tail of a buffer differently, so a row inside a batch
+    could round otherwise than alone, and one seed would then give two answers. It also needs no thread barrier.
     """
     cumulative_V = np.cumsum(np.exp(log_probs_V), dtype=np.float64)
     # Scaled by the row's own sum, which is 1 up to rounding, so that u close to 1 never falls off the end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vllm.config import CompilationMode
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ARCHITECTURE = "IsojaxPolicyForCausalLM"
 CPU_WORKER = "bridge.worker.IsojaxCpuWorker"
 SAMPLING_PROCESSOR = "bridge.sampling:SeededSampling"
-LOGPROBS_MODE = "raw_logits"
+LOGPROBS_MODE: Literal["raw_logits"] = "raw_logits"
 
 _UNFILTERED = {
     "temperature": 1.0,

@@ -26,10 +26,10 @@ def vllm_version() -> str:
 
 
 class PagedCacheLayout:
-    """Mixed into the attention backend: one block holds its keys, then its values, each [block size, kv heads, head dim].
+    """Mixed into the attention backend: a block holds its keys, then its values, each [block size, kv heads, head dim].
 
-    0.26 asks for the shape itself; 0.32 asks for a physical layout and hands over [blocks, kv heads, block size, 2 x head
-    dim] per layer. Either way a block is one contiguous run of bytes, whose inner order is the backend's own business.
+    0.26 asks for the shape itself; 0.32 asks for a physical layout and hands over [blocks, kv heads, block size,
+    2 x head dim] per layer. Either way a block is one contiguous run of bytes, whose inner order is the backend's own.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class PagedCacheLayout:
 
 
 def cache_pages(kv_cache: torch.Tensor, block_size: int, num_kv_heads: int, head_size: int) -> torch.Tensor:
-    """One layer's cache as pages [2 x blocks, block size, kv heads, head dim]: block b is pages 2b (keys), 2b + 1 (values).
+    """One layer's cache as pages [2 x blocks, block size, kv heads, head dim]: block b is pages 2b (keys) and 2b + 1.
 
     Raises ValueError if vLLM allocated something else, which would mean reading other blocks' bytes.
     """

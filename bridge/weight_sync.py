@@ -1,4 +1,4 @@
-"""Weight sync through vLLM's own weight transfer: packed parameters, chunk by chunk, in place, into the engine's memory."""
+"""Weight sync through vLLM's own weight transfer: packed parameters, chunk by chunk, in place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from contracts.errors import BadCheckpoint
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from bridge.model import IsojaxPolicyForCausalLM
     from bridge.weights import EngineWeights
 
 BACKEND = "isojax"
@@ -33,7 +34,7 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass
 class Piece:
-    """A run of elements of one packed parameter: `count` of them from flat index `start`, at byte `offset` of the file."""
+    """A run of elements of a packed parameter: `count` from flat index `start`, at byte `offset` of the file."""
 
     name: str
     start: int
@@ -69,7 +70,7 @@ class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
 
     @property
     def _weights(self) -> EngineWeights:
-        return self.model.weights
+        return cast("IsojaxPolicyForCausalLM", self.model).weights
 
     def init_transfer_engine(self, init_info: StagingInit) -> None:
         """Maps the sender's file."""
@@ -91,7 +92,7 @@ class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
             self._weights.write(piece.name, piece.start, values)
 
     def finish_weight_update(self) -> None:
-        """Takes the digest of what is held now; after an incomplete update there is none, and the engine refuses to run.
+        """Takes the digest of what is held now; after an incomplete update there is none, and the engine stays shut.
 
         It does not raise, since vLLM would then never end the session.
         """
@@ -103,7 +104,7 @@ class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
 
 
 # numpy has no bfloat16 of its own: both floats travel as integers of the same width.
-_WORDS = {"bfloat16": np.dtype(np.int16), "float32": np.dtype(np.int32)}
+_WORDS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.int16), "float32": np.dtype(np.int32)}
 
 
 class WeightSender:
@@ -121,7 +122,7 @@ class WeightSender:
         llm.init_weight_transfer_engine({"init_info": {"path": str(self._path)}})
 
     def send(self, params: Mapping[str, Any]) -> None:
-        """Writes all parameters into the engine, between vLLM's start and finish. Raises BadCheckpoint for a wrong dtype."""
+        """Writes all parameters, between vLLM's start and finish. Raises BadCheckpoint for a dtype no policy has."""
         for pieces in self._chunks(params):
             self._llm.update_weights({"update_info": {"pieces": pieces}})
 
@@ -154,4 +155,3 @@ class WeightSender:
                 used += -(-size // 64) * 64
         if pieces:
             yield pieces
-

@@ -1,9 +1,9 @@
-"""The engine's parameters: the trainer's packed arrays in torch memory that never moves, widened once where a matmul reads."""
+"""The engine's parameters: the trainer's packed arrays in torch memory that never moves, widened for matmuls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class EngineWeights(nn.Module):
                 dtypes.append(torch.float32)
             tensors = [torch.zeros(shape.shape, dtype=dtype, device="cpu") for dtype in dtypes]
             parameter = nn.Parameter(tensors[0], requires_grad=False)
-            parameter.weight_loader = self._loader(name)  # type: ignore[attr-defined]
+            parameter.weight_loader = self._loader(name)  # type: ignore[attr-defined]  # vLLM's convention
             self.register_parameter(name.replace(".", "_"), parameter)
             # vLLM must see every byte of the model; the second form of a parameter is derived, so it is a buffer.
             if len(tensors) == 2:
@@ -70,10 +70,13 @@ class EngineWeights(nn.Module):
         for name, tensor in tensors:
             if name not in table:
                 raise BadCheckpoint(
-                    field=name, found="a tensor", allowed="the policy's tensors", reason="The policy has no such tensor."
+                    field=name,
+                    found="a tensor",
+                    allowed="the policy's tensors",
+                    reason="The policy has no such tensor.",
                 )
             entry = table[name]
-            parameter = self.get_parameter(entry.packed.replace(".", "_"))
+            parameter: Any = self.get_parameter(entry.packed.replace(".", "_"))
             # Through the attribute, as vLLM's own loaders do: tools wrap it.
             parameter.weight_loader(parameter, tensor, entry)
         wrong = self.finish_update()
@@ -109,7 +112,7 @@ class EngineWeights(nn.Module):
         self._missing = {name: tensors[0].numel() for name, tensors in self._tensors.items()}
 
     def finish_update(self) -> dict[str, int]:
-        """Takes the digest, unless some parameter's elements were not all written: then returns how many are missing."""
+        """Takes the digest; if some elements were not written, takes none and returns how many, by parameter."""
         wrong = {name: count for name, count in self._missing.items() if count}
         if not wrong:
             self.digest = self.compute_digest()
@@ -130,7 +133,7 @@ class EngineWeights(nn.Module):
             )
         return found.pop()
 
-    def _loader(self, name: str):  # type: ignore[no-untyped-def]
+    def _loader(self, name: str) -> Callable[[nn.Parameter, torch.Tensor, TensorEntry], None]:
         def load(parameter: nn.Parameter, loaded: torch.Tensor, entry: TensorEntry) -> None:
             if tuple(loaded.shape) != entry.shape or loaded.dtype != self.dtype:
                 raise BadCheckpoint(
@@ -160,13 +163,15 @@ def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (words >> 16).to(torch.int16)
 
 
-def check_complete(params: Mapping[str, object], policy: Policy) -> None:
-    """Raises BadCheckpoint unless the names are exactly the policy's packed parameters."""
-    wanted = set(policy.parameter_shapes)
-    if set(params) != wanted:
+def check_parameters(params: Mapping[str, Any], policy: Policy) -> None:
+    """Raises BadCheckpoint unless these are exactly the policy's packed parameters, in name, shape and dtype."""
+    found = {name: f"{value.dtype}{list(value.shape)}" for name, value in params.items()}
+    wanted = {name: f"{shape.dtype}{list(shape.shape)}" for name, shape in policy.parameter_shapes.items()}
+    wrong = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    if wrong:
         raise BadCheckpoint(
-            field="params",
-            found=f"missing {sorted(wanted - set(params))}, unknown {sorted(set(params) - wanted)}",
-            allowed=sorted(wanted),
-            reason="A sync replaces all parameters; a partial one would mix two policies.",
+            field=f"params[{', '.join(wrong)}]",
+            found=[found.get(name, "missing") for name in wrong],
+            allowed=[wanted.get(name, "no such parameter") for name in wrong],
+            reason="A sync replaces all parameters by arrays of the same shape and dtype; the engine converts nothing.",
         )

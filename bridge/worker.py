@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -10,14 +10,23 @@ from bridge.batch_view import BatchView
 from bridge.row_tap import RowTap
 from contracts.errors import UnsupportedModel
 
+if TYPE_CHECKING:
+    from bridge.attention_backend import CachedAttentionLayer
+    from bridge.model import IsojaxPolicyForCausalLM
+
 
 class IsojaxCpuWorker(CPUWorker):
     """Methods named isojax_... are called by VllmEngine through vLLM's collective RPC; they return plain values."""
 
+    @property
+    def policy(self) -> IsojaxPolicyForCausalLM:
+        """The model that this worker runs."""
+        return cast("IsojaxPolicyForCausalLM", self.get_model())
+
     def load_model(self, *arguments: Any, **keywords: Any) -> None:
         """Loads the policy and tells it which runner it serves, so that it can name the requests of a step."""
         super().load_model(*arguments, **keywords)
-        self.get_model().batch = BatchView(self.model_runner)
+        self.policy.batch = BatchView(self.model_runner)
 
     def sample_tokens(self, *arguments: Any, **keywords: Any) -> Any:
         """Samples without vLLM's per-request generators: draws depend on (seed, token index), see bridge.sampling.
@@ -26,6 +35,14 @@ class IsojaxCpuWorker(CPUWorker):
         """
         self.model_runner.input_batch.generators.clear()
         return super().sample_tokens(*arguments, **keywords)
+
+    def shutdown(self) -> None:
+        """Lets go of the caches, which JAX sees through views, so that their memory can be freed."""
+        runner = getattr(self, "model_runner", None)
+        if runner is not None and getattr(runner, "model", None) is not None:
+            for layer in self.policy.layers:
+                cast("CachedAttentionLayer", layer).impl.release()
+        super().shutdown()
 
     def reload_weights(self, *arguments: Any, **keywords: Any) -> NoReturn:
         """Refused: weights change through the weight transfer alone, which checks digests."""
@@ -38,24 +55,22 @@ class IsojaxCpuWorker(CPUWorker):
 
     def isojax_describe(self) -> dict[str, Any]:
         """What runs here: see IsojaxPolicyForCausalLM.describe."""
-        return self.get_model().describe()
+        return self.policy.describe()
 
     def isojax_weight_digest(self, recompute: bool = False) -> str | None:
         """The digest of the weights held, from the last load or sync, or computed anew from memory."""
-        weights = self.get_model().weights
+        weights = self.policy.weights
         return weights.compute_digest() if recompute else weights.digest
 
     def isojax_tap_rows(self, limit: int, seed: int) -> None:
         """From now on keeps up to `limit` full rows; 0 stops."""
-        self.get_model().tap = RowTap(limit, seed) if limit else None
+        self.policy.tap = RowTap(limit, seed) if limit else None
 
     def isojax_take_rows(self) -> dict[str, Any]:
         """The rows kept, see RowTap.take."""
-        tap = self.get_model().tap
-        return tap.take() if tap is not None else RowTap(0, 0).take()
+        return (self.policy.tap or RowTap(0, 0)).take()
 
     def isojax_take_faults(self) -> list[dict[str, Any]]:
         """Rows that were not finite since the last call."""
-        model = self.get_model()
-        faults, model.faults = model.faults, []
+        faults, self.policy.faults = self.policy.faults, []
         return [fault.as_dict() for fault in faults]

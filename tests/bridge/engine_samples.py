@@ -28,7 +28,7 @@ PADDED_TOKENS, PADDED_ROWS = 1024, 64
 def tiny_policy(dtype: str, *, tied: bool, seed: int = 0) -> tuple[Policy, dict[str, jax.Array]]:
     """Two layers. Tied: the llama family; untied: Qwen3, with QK norms and biases. Weights wide enough to be uneven.
 
-    Kept, so that what JAX compiled for a policy serves every engine that runs it. Do not change the parameters in place.
+    Kept, so that what JAX compiled for a policy serves every engine that runs it.
     """
     config = PolicyConfig(
         family="llama" if tied else "qwen3",
@@ -117,7 +117,9 @@ def running_engine(folder: Path, dtype: str, *, tied: bool, **settings: Any) -> 
     """A synced engine on a freshly exported tiny policy; closed at the end, since only one may run at a time."""
     policy, params = tiny_policy(dtype, tied=tied)
     export_policy(folder, policy, params, {})
-    engine = VllmEngine(folder, **{"max_step_tokens": STEP_TOKENS, "kv_cache_bytes": 8 << 20, "page_size": 16, **settings})
+    engine = VllmEngine(
+        folder, **{"max_step_tokens": STEP_TOKENS, "kv_cache_bytes": 8 << 20, "page_size": 16, **settings}
+    )
     try:
         running = Running(engine, policy, params, folder)
         engine.report()

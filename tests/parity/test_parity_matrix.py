@@ -1,4 +1,4 @@
-"""Engine against trainer, bit for bit: every path through the engine, both processes, both dtypes, three batch sizes."""
+"""Engine against trainer, bit for bit: every path through the engine, both processes and dtypes, three batch sizes."""
 
 from __future__ import annotations
 
