@@ -101,7 +101,7 @@ def test_a_folder_without_a_contract_is_refused(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     (copy / "execution_contract.json").unlink()
-    with pytest.raises(BadContract, match="execution_contract.json"):
+    with pytest.raises(BadContract, match=r"execution_contract\.json"):
         _config(copy)
 
 
