@@ -47,12 +47,23 @@ def capture(function: Callable[..., Any]) -> Callable[..., list[RegionOutput]]:
     Regions come in the order in which they run; scans (the layers) stay loops, and their regions come once a step.
     Raises NotImplementedError for a `while`, `cond` or `shard_map`, which a policy's forward on one device has not.
     """
+    return _capture(function, jax.jit, jax.lax.scan)
+
+
+def capture_apart(function: Callable[..., Any]) -> Callable[..., list[RegionOutput]]:
+    """Like `capture`, but every region runs as a program of its own, without a neighbour to be fused with."""
+    return _capture(function, lambda run: run, _loop)
+
+
+def _capture(
+    function: Callable[..., Any], compiled: Callable[..., Any], scan: Callable[..., Any]
+) -> Callable[..., list[RegionOutput]]:
     sites: list[_Site] = []
 
-    @jax.jit
+    @compiled
     def run(*args: Any) -> list[Any]:
         closed = jax.make_jaxpr(function)(*args)
-        _, calls = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        _, calls = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), scan)
         # The same for every shape of the arguments, so it may come from an earlier trace.
         sites[:] = [site for site, _ in calls]
         return [values for _, values in calls]
@@ -62,16 +73,22 @@ def capture(function: Callable[..., Any]) -> Callable[..., list[RegionOutput]]:
 
 def capture_forward(policy: Policy, params: Mapping[str, jax.Array], batch: PackedBatch) -> list[RegionOutput]:
     """Every region of the policy's forward on a packed batch, the head's full rows last (at temperature 1)."""
-    return _captured_forward(policy)(dict(params), policy.buffers, PackedBatch(*map(jnp.asarray, batch)))
+    return _captured_forward(policy, capture)(dict(params), policy.buffers, PackedBatch(*map(jnp.asarray, batch)))
+
+
+def capture_forward_apart(policy: Policy, params: Mapping[str, jax.Array], batch: PackedBatch) -> list[RegionOutput]:
+    """The same with every region as a program of its own, which is how an engine calls them."""
+    forward = _captured_forward(policy, capture_apart)
+    return forward(dict(params), policy.buffers, PackedBatch(*map(jnp.asarray, batch)))
 
 
 @lru_cache(maxsize=8)
-def _captured_forward(policy: Policy) -> Callable[..., list[RegionOutput]]:
+def _captured_forward(policy: Policy, how: Callable[..., Any]) -> Callable[..., list[RegionOutput]]:
     def forward(params: Mapping[str, jax.Array], buffers: Mapping[str, jax.Array], batch: Any) -> jax.Array:
         hidden = policy.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
         return policy.head_rows(params, hidden, 1.0)
 
-    return capture(forward)
+    return how(forward)
 
 
 def first_non_finite(outputs: Sequence[RegionOutput], rows: int | None = None) -> tuple[RegionOutput, int] | None:
@@ -98,7 +115,9 @@ class _Site:
 _Calls = list[tuple[_Site, Any]]
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple[list[Any], _Calls]:
+def _evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], scan: Callable[..., Any]
+) -> tuple[list[Any], _Calls]:
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     calls: _Calls = []
 
@@ -106,40 +125,44 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> tuple
         return variable.val if isinstance(variable, Literal) else values[variable]
 
     for equation in jaxpr.eqns:
-        results, inner = _evaluate_equation(equation, [read(variable) for variable in equation.invars])
+        results, inner = _evaluate_equation(equation, [read(variable) for variable in equation.invars], scan)
         calls.extend(inner)
         values.update(zip(equation.outvars, results, strict=True))
     return [read(variable) for variable in jaxpr.outvars], calls
 
 
-def _evaluate_equation(equation: JaxprEqn, operands: list[Any]) -> tuple[Sequence[Any], _Calls]:
+def _evaluate_equation(
+    equation: JaxprEqn, operands: list[Any], scan: Callable[..., Any]
+) -> tuple[Sequence[Any], _Calls]:
     primitive, parameters = equation.primitive, equation.params
     if is_region(primitive):
         results = primitive.bind(*operands, **parameters)
         return results, [(_Site(region_of(primitive).name), results)]
     if primitive.name == "scan":
-        return _evaluate_scan(parameters, operands)
+        return _evaluate_scan(parameters, operands, scan)
     if primitive.name in _BODIES:
         body = parameters[_BODIES[primitive.name]]
         # remat holds an open jaxpr, the others closed ones.
         consts, body = (body.consts, body.jaxpr) if hasattr(body, "consts") else ((), body)
-        return _evaluate(body, consts, operands)
+        return _evaluate(body, consts, operands, scan)
     if primitive.name in ("while", "cond", "shard_map"):
         raise NotImplementedError(f"regions inside of {primitive.name} are not captured")
     results = primitive.bind(*operands, **parameters)
     return results if primitive.multiple_results else [results], []
 
 
-def _evaluate_scan(parameters: Mapping[str, Any], operands: list[Any]) -> tuple[Sequence[Any], _Calls]:
+def _evaluate_scan(
+    parameters: Mapping[str, Any], operands: list[Any], scan: Callable[..., Any]
+) -> tuple[Sequence[Any], _Calls]:
     body, constants, carried = parameters["jaxpr"], parameters["num_consts"], parameters["num_carry"]
     sites: list[_Site] = []
 
     def step(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
-        outputs, calls = _evaluate(body.jaxpr, body.consts, [*operands[:constants], *carry, *slices])
+        outputs, calls = _evaluate(body.jaxpr, body.consts, [*operands[:constants], *carry, *slices], scan)
         sites[:] = [site for site, _ in calls]
         return outputs[:carried], (outputs[carried:], [values for _, values in calls])
 
-    carry, (stacked, values) = jax.lax.scan(
+    carry, (stacked, values) = scan(
         step,
         operands[constants : constants + carried],
         operands[constants + carried :],
@@ -147,6 +170,15 @@ def _evaluate_scan(parameters: Mapping[str, Any], operands: list[Any]) -> tuple[
         reverse=parameters["reverse"],
     )
     return [*carry, *stacked], [(_Site(None, tuple(sites)), values)]
+
+
+def _loop(step: Callable[..., Any], carry: Any, stacked: Any, *, length: int, reverse: bool) -> tuple[Any, Any]:
+    """`jax.lax.scan` as a loop in Python."""
+    results = []
+    for index in reversed(range(length)) if reverse else range(length):
+        carry, result = step(carry, jax.tree.map(lambda array, index=index: array[index], stacked))
+        results.append(result)
+    return carry, jax.tree.map(lambda *arrays: jnp.stack(arrays), *(results[::-1] if reverse else results))
 
 
 def _in_order(sites: Sequence[_Site], values: Sequence[Any], layer: int | None = None) -> Iterator[RegionOutput]:

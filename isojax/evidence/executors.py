@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from contracts.errors import BadConfig
-from isojax.evidence.capture import RegionOutput, capture_forward
+from isojax.evidence.capture import RegionOutput, capture_forward, capture_forward_apart
 from isojax.policy.batch import PackedBatch
 from isojax.policy.policy import Policy
 
@@ -46,8 +46,7 @@ def _trainer(folder: Path, policy: Policy, params: Mapping[str, jax.Array], batc
 
 def _regions(folder: Path, policy: Policy, params: Mapping[str, jax.Array], batch: PackedBatch) -> list[RegionOutput]:
     """Every region as a program of its own, no neighbour to fuse with: how an engine calls them."""
-    with jax.disable_jit():
-        return capture_forward(policy, params, batch)
+    return capture_forward_apart(policy, params, batch)
 
 
 _OWN: dict[str, Executor] = {"trainer": _trainer, "regions": _regions}

@@ -45,7 +45,8 @@ class ReferenceEngine:
         requests = [(index, sample) for index in range(len(prompts)) for sample in range(sampling.samples)]
         seed = sampling.seed if sampling.seed is not None else int(np.random.default_rng().integers(2**62))
         random = [np.random.default_rng(request_seed(seed, *request)) for request in requests]
-        length = max(map(len, prompts)) + sampling.max_tokens
+        # Rounded up, so that calls of about one size are compiled once; what is behind a token moves no bit of it.
+        length = -(-(max(map(len, prompts)) + sampling.max_tokens) // 8) * 8
         histories = [list(prompts[index]) for index, _ in requests]
         rows: list[list[np.ndarray]] = [[] for _ in requests]
         alive = set(range(len(requests)))
@@ -82,11 +83,12 @@ class ReferenceEngine:
 
     def _rows(self, histories: list[list[int]], length: int, temperature: float) -> np.ndarray:
         """The next token's full row of every history, fp32 [R, V]."""
-        count = len(histories)
+        count = -(-len(histories) // 8) * 8
         tokens = np.zeros((count, length), np.int32)
         for number, history in enumerate(histories):
             tokens[number, : len(history)] = history
-        last = np.array([number * length + len(history) - 1 for number, history in enumerate(histories)])
+        last = np.zeros(count, np.int32)
+        last[: len(histories)] = [number * length + len(history) - 1 for number, history in enumerate(histories)]
         positions = np.tile(np.arange(length, dtype=np.int32), count)
         segments = np.repeat(np.arange(count, dtype=np.int32), length)
         return np.asarray(

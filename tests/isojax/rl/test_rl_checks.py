@@ -65,7 +65,7 @@ def test_other_weights_on_the_trainers_side_are_found(rollout):
     embed = np.asarray(params["embed"]).copy()
     # One ulp of one weight that every history passes through.
     embed.view(np.uint16)[0, 0] ^= 1
-    assert not checked(rollout, {**params, "embed": jax.numpy.asarray(embed)}).exact
+    assert not checked(rollout, {**params, "embed": jax.device_put(embed, jax.devices()[0])}).exact
 
 
 def test_signed_zeros_differ_and_equal_nans_do_not():
