@@ -62,6 +62,8 @@ def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions
         # Spawned, since a forked process inherits JAX's threads in a state that deadlocks.
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
         VLLM_NO_USAGE_STATS="1",
+        # vLLM logs every reset of its prefix cache, that is one line a training step, into the progress bar.
+        VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     ):
         from vllm import LLM
 
