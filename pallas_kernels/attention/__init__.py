@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import cpu, vjp
 from pallas_kernels.attention.spec import BLOCK, PAGED_SPEC, SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
+from pallas_kernels.rounding import check_floats
 
 
 def _check_heads(name: str, q: ShapeAndDtype, key_heads: int, head: int, split: int) -> None:
@@ -34,6 +35,7 @@ def _shape_rule(
 ) -> tuple[ShapeAndDtype, ...]:
     if len(k[0]) != 3 or k != v or k[0][0] != q[0][0] or k[1] != q[1]:
         raise ValueError(f"attention needs q [T, H, D] and k, v [T, K, D] of one dtype; got {q}, {k} and {v}")
+    check_floats("attention", q=q[1])
     _check_heads("attention", q, k[0][1], k[0][2], split)
     _check_tokens("attention", q[0][0], positions=positions, segment_ids=segment_ids)
     if layer[0] != ():
@@ -103,7 +105,7 @@ def attention(
     """Causal attention inside packed segments, [T, H, D]; H is a multiple of K (grouped queries).
 
     Segments are contiguous and start at position 0, so a token's segment starts `position` tokens before it. A padding
-    row has position 0 and segment -1: it sees itself only. `layer` names the layer for the engine and moves no bit.
+    row has position 0 and segment -1: its result is zero. `layer` names the layer for the engine and moves no bit.
     Source: online softmax of Milakov and Gimelshein 2018, split as in FlashDecoding. Raises ValueError for shapes.
     """
     return _call(q_THD, k_TKD, v_TKD, positions_T, segment_ids_T, jnp.int32(layer), scale=float(scale), split=split)

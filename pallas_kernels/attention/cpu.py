@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.schedule import attend
-from pallas_kernels.attention.spec import BLOCK, QUERY_TILE
+from pallas_kernels.attention.spec import BLOCK, FEW_TOKENS, QUERY_TILE
 from pallas_kernels.loops import hidden_zero, pin, trip_zero
 from pallas_kernels.rounding import from_storage, narrow, storage, storage_dtype, widen
 
@@ -41,8 +41,7 @@ def attention(
         row = token - position + start
         return lax.dynamic_slice_in_dim(k, row, block), lax.dynamic_slice_in_dim(v, row, block)
 
-    first_T = positions_T == 0
-    return (run_items(q_THD, positions_T, first_T, storage(v_TKD), read, scale, split),)
+    return (run_items(q_THD, positions_T, positions_T == 0, segment_ids_T >= 0, storage(v_TKD), read, scale, split),)
 
 
 def paged_attention(
@@ -72,12 +71,10 @@ def paged_attention(
     live_T = request_of_token_T >= 0
     same_request_T = request_of_token_T[1:] == request_of_token_T[:-1]
     follows_T = same_request_T & (positions_T[1:] == positions_T[:-1] + 1)
-    first_T = ~live_T | ~jnp.concatenate([jnp.zeros(1, bool), follows_T])
+    follows_T = jnp.concatenate([jnp.zeros(1, bool), follows_T])
     own_rows_T = starts_RS[request_of_token_T, positions_T // run] + positions_T % run
-    # A dead row reads no key at all; what it would give is replaced.
-    positions_T = jnp.where(live_T, positions_T, -1)
-    out = run_items(q_THD, positions_T, first_T, _words(v_rows[own_rows_T]), read, scale, split)
-    return (jnp.where(live_T[:, None, None], out, jnp.zeros((), out.dtype)),)
+    own_values_TKD = _words(v_rows[own_rows_T])
+    return (run_items(q_THD, positions_T, ~follows_T, live_T, own_values_TKD, read, scale, split),)
 
 
 def run_starts(block_table_RP: jax.Array, page: int, run: int) -> jax.Array:
@@ -108,14 +105,17 @@ def _words(cut: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(cut, jnp.uint16) if cut.dtype == jnp.int16 else cut
 
 
-def work_items(positions_T: jax.Array, first_T: jax.Array, v_TKD: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+def work_items(
+    positions_T: jax.Array, first_T: jax.Array, live_T: jax.Array, v_TKD: jax.Array, tile: int
+) -> tuple[jax.Array, jax.Array]:
     """Cuts tokens into items, at most `tile` tokens of one segment: their first tokens (T behind the last) and count.
 
-    A token whose value holds NaN or infinity starts an item: its predecessors then never multiply it by zero.
+    A token whose value holds NaN or infinity starts an item: its predecessors then never multiply it by zero. Every
+    dead row is an item of its own.
     """
     tokens = positions_T.shape[0]
     broken_T = ~jnp.all(jnp.isfinite(widen(v_TKD)), axis=(1, 2))
-    starts_T = first_T | (positions_T % tile == 0) | broken_T | (jnp.arange(tokens) == 0)
+    starts_T = first_T | ~live_T | (positions_T % tile == 0) | broken_T | (jnp.arange(tokens) == 0)
     index_T = jnp.cumsum(starts_T.astype(jnp.int32)) - 1
     slots_T = jnp.where(starts_T, index_T, tokens)
     first = jnp.full(tokens + 1, tokens, jnp.int32)
@@ -126,18 +126,24 @@ def run_items(
     q_THD: jax.Array,
     positions_T: jax.Array,
     first_T: jax.Array,
+    live_T: jax.Array,
     v_TKD: jax.Array,
     read: ReadItemBlock,
     scale: float,
     split: int,
 ) -> jax.Array:
-    """One item after the other; an item writes a whole tile, and its successors overwrite the rows behind its own."""
+    """One item after the other; an item writes a whole tile, and its successors overwrite the rows behind its own.
+
+    Dead rows read no key and give zero.
+    """
     tokens, heads, head = q_THD.shape
     key_heads, dtype = v_TKD.shape[1], q_THD.dtype
     group = heads // key_heads
     # A dot of a single row is summed in another order, so one query head a key head takes two queries.
     small, large = (1 if group > 1 else 2), QUERY_TILE
-    first, count = work_items(positions_T, first_T, v_TKD, large)
+    if isinstance(tokens, int) and tokens <= FEW_TOKENS:
+        large = small
+    first, count = work_items(positions_T, first_T, live_T, v_TKD, large)
     zero = hidden_zero(q_THD)
     q_words = storage(q_THD)
 
@@ -145,6 +151,7 @@ def run_items(
         own_zero = zero | trip_zero(number)
         token = first[number]
         position, queries = positions_T[token], first[number + 1] - token
+        length = jnp.where(live_T[token], position + queries, 0)
 
         def tile(size: int) -> jax.Array:
             rows = jnp.minimum(token + jnp.arange(size), tokens - 1)
@@ -152,12 +159,16 @@ def run_items(
             q_KmD = jnp.moveaxis(q_qHD.reshape(size, key_heads, group, head), 0, 1).reshape(key_heads, -1, head)
             position_m = jnp.repeat(position + jnp.arange(size), group)
             read_item = partial(read, token, position)
-            out_KmD = attend(q_KmD, position_m, position + queries, read_item, scale, split, dtype, own_zero)
+            out_KmD = attend(q_KmD, position_m, length, read_item, scale, split, dtype, own_zero)
             out_qHD = jnp.moveaxis(out_KmD.reshape(key_heads, size, group, head), 1, 0).reshape(size, heads, head)
             return jnp.pad(narrow(out_qHD, dtype), ((0, large - size), (0, 0), (0, 0)))
 
-        words_qHD = lax.cond(queries <= small, lambda: tile(small), lambda: tile(large))
+        if small == large:
+            words_qHD = tile(small)
+        else:
+            words_qHD = lax.cond(queries <= small, lambda: tile(small), lambda: tile(large))
         return lax.dynamic_update_slice_in_dim(out, words_qHD, token, 0)
 
     out = jnp.zeros((tokens + large, heads, head), storage_dtype(dtype))
-    return from_storage(lax.fori_loop(0, count + zero, item, out)[:tokens], dtype)
+    words_THD = lax.fori_loop(0, count + zero, item, out)[:tokens]
+    return from_storage(jnp.where(live_T[:, None, None], words_THD, 0), dtype)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 def backward(residuals: Any, cotangent_THD: jax.Array, *, scale: float, split: int) -> tuple[Any, ...]:
     """Cotangents of q, k and v; positions, segments and layer get none."""
-    q_THD, k_TKD, v_TKD, positions_T, *_ = residuals
+    q_THD, k_TKD, v_TKD, positions_T, segment_ids_T, _ = residuals
+    # Padding rows give a constant zero.
+    cotangent_THD = jnp.where((segment_ids_T >= 0)[:, None, None], cotangent_THD, 0)
     tokens, _, head = q_THD.shape
     key_heads = k_TKD.shape[1]
     start_T = jnp.arange(tokens) - positions_T

@@ -7,11 +7,13 @@ import numpy as np
 from pallas_kernels.lm_head import cpu, vjp
 from pallas_kernels.lm_head.spec import ROWS_SPEC, TOKEN_SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
+from pallas_kernels.rounding import check_floats
 
 _FLOAT32 = np.dtype(np.float32)
 
 
 def _check(name: str, x: ShapeAndDtype, w: ShapeAndDtype, temperature: ShapeAndDtype, vocab_size: int) -> None:
+    check_floats(name, x=x[1], w=w[1])
     if len(x[0]) != 2 or len(w[0]) != 2 or x[0][1] != w[0][1]:
         raise ValueError(f"{name} needs x [T, H] and w [V, H]; got {x[0]} and {w[0]}")
     if not 0 < vocab_size <= w[0][0]:

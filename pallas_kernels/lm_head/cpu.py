@@ -30,11 +30,10 @@ def scaled_logits(x_rH: jax.Array, w_NH: jax.Array, temperature: jax.Array, voca
     return jnp.pad(divide(logits_rN, temperature), ((0, 0), (0, padded - vocab)), constant_values=-jnp.inf)
 
 
-def statistics(scaled_rP: jax.Array, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The row's maximum and the logarithm of its sum of exponentials, both [r]."""
+def leaf_sums(scaled_rP: jax.Array, maximum_r: jax.Array, leaves: int, zero: jax.Array) -> jax.Array:
+    """Sums of exponentials of `leaves` whole leaves side by side, fp32 [leaves, r]: a rank may hold some of the 8."""
     rows, padded = scaled_rP.shape
-    blocks = padded // LEAVES // BLOCK
-    maximum_r = jnp.max(scaled_rP, axis=1)
+    blocks = padded // leaves // BLOCK
 
     def block(number: jax.Array, lanes: jax.Array) -> jax.Array:
         own_zero = zero | trip_zero(number)
@@ -45,15 +44,25 @@ def statistics(scaled_rP: jax.Array, zero: jax.Array) -> tuple[jax.Array, jax.Ar
         start = lax.dynamic_index_in_dim(lanes, leaf, 0, keepdims=False)
         return lax.dynamic_update_index_in_dim(lanes, lane_sums(jnp.concatenate([start, exponentials], 1)), leaf, 0)
 
-    lanes = jnp.zeros((LEAVES, rows, LANES), jnp.float32)
-    lanes = lax.fori_loop(0, LEAVES * blocks + zero, block, lanes)
+    lanes = jnp.zeros((leaves, rows, LANES), jnp.float32)
+    return fold_lanes(lax.fori_loop(0, leaves * blocks + zero, block, lanes))
+
+
+def log_sum(sums: jax.Array, zero: jax.Array) -> jax.Array:
+    """The logarithm of the tree over all 8 leaves, [8, r] to [r]."""
 
     def logarithm(trip: jax.Array, _: jax.Array) -> jax.Array:
-        sums = fold_lanes(pin(lanes, zero | trip_zero(trip)))
-        return jnp.log(fold([sums[leaf] for leaf in range(LEAVES)]))
+        own = pin(sums, zero | trip_zero(trip))
+        return jnp.log(fold([own[leaf] for leaf in range(LEAVES)]))
 
-    # A loop of one trip: the logarithm is compiled alone, for both forms alike.
-    return maximum_r, lax.fori_loop(0, 1 + zero, logarithm, jnp.zeros_like(maximum_r))
+    # A loop of one trip: the logarithm is compiled alone, for full rows and single targets alike.
+    return lax.fori_loop(0, 1 + zero, logarithm, jnp.zeros_like(sums[0]))
+
+
+def statistics(scaled_rP: jax.Array, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The row's maximum and the logarithm of its sum of exponentials, both [r]."""
+    maximum_r = jnp.max(scaled_rP, axis=1)
+    return maximum_r, log_sum(leaf_sums(scaled_rP, maximum_r, LEAVES, zero), zero)
 
 
 def log_prob_rows(x_TH: jax.Array, w_VH: jax.Array, temperature: jax.Array, *, vocab_size: int) -> tuple[jax.Array]:

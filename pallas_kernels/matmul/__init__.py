@@ -9,12 +9,14 @@ import numpy as np
 from pallas_kernels.matmul import cpu, vjp
 from pallas_kernels.matmul.spec import SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
+from pallas_kernels.rounding import check_floats
 
 LEAVES = (1, 2, 4, 8)
 
 
 def _shape_rule(*operands: ShapeAndDtype, leaves: int, out_dtype: str) -> tuple[ShapeAndDtype, ...]:
-    (x_shape, _), (w_shape, _), *bias = operands
+    (x_shape, x_dtype), (w_shape, w_dtype), *bias = operands
+    check_floats("matmul", x=x_dtype, w=w_dtype, bias=bias[0][1] if bias else x_dtype, out_dtype=out_dtype)
     if len(x_shape) != 2 or len(w_shape) != 2 or x_shape[1] != w_shape[1]:
         raise ValueError(f"matmul needs x [T, K] and w [N, K]; got {x_shape} and {w_shape}")
     if bias and bias[0][0] != (w_shape[0],):

@@ -5,11 +5,13 @@ import jax
 from pallas_kernels.qk_norm_rope import cpu, vjp
 from pallas_kernels.qk_norm_rope.spec import SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
+from pallas_kernels.rounding import check_floats
 
 
 def _shape_rule(*operands: ShapeAndDtype, eps: float) -> tuple[ShapeAndDtype, ...]:
     q, k, (table_shape, table_dtype), *norms = operands
     tokens, _, head = q[0]
+    check_floats("qk_norm_rope", q=q[1], k=k[1], **{f"norm {i}": norm[1] for i, norm in enumerate(norms)})
     if len(k[0]) != 3 or k[0][0] != tokens or k[0][2] != head or head % 2:
         raise ValueError(f"qk_norm_rope needs q [T, H, D] and k [T, K, D], D even; got {q[0]} and {k[0]}")
     if table_shape != (tokens, head) or str(table_dtype) != "float32":

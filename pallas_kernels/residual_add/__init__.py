@@ -5,9 +5,11 @@ import jax
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
 from pallas_kernels.residual_add import cpu, vjp
 from pallas_kernels.residual_add.spec import SPEC
+from pallas_kernels.rounding import check_floats
 
 
 def _shape_rule(x: ShapeAndDtype, residual: ShapeAndDtype) -> tuple[ShapeAndDtype, ...]:
+    check_floats("residual_add", x=x[1])
     if x != residual or len(x[0]) != 2:
         raise ValueError(f"residual_add needs two operands of one shape [T, H] and dtype; got {x} and {residual}")
     return (x,)

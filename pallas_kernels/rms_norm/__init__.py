@@ -6,22 +6,24 @@ import jax.numpy as jnp
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
 from pallas_kernels.rms_norm import cpu, vjp
 from pallas_kernels.rms_norm.spec import ADD_SPEC, SPEC
+from pallas_kernels.rounding import check_floats
 
 
-def _check_weight(name: str, x_shape: tuple[object, ...], w_shape: tuple[object, ...]) -> None:
-    if not x_shape or w_shape != (x_shape[-1],):
-        raise ValueError(f"{name} needs x [..., H] and w [H]; got {x_shape} and {w_shape}")
+def _check_weight(name: str, x: ShapeAndDtype, w: ShapeAndDtype) -> None:
+    check_floats(name, x=x[1], w=w[1])
+    if not x[0] or w[0] != (x[0][-1],):
+        raise ValueError(f"{name} needs x [..., H] and w [H]; got {x[0]} and {w[0]}")
 
 
 def _shape_rule(x: ShapeAndDtype, w: ShapeAndDtype, *, eps: float) -> tuple[ShapeAndDtype, ...]:
-    _check_weight("rms_norm", x[0], w[0])
+    _check_weight("rms_norm", x, w)
     return (x,)
 
 
 def _add_shape_rule(
     x: ShapeAndDtype, residual: ShapeAndDtype, w: ShapeAndDtype, *, eps: float
 ) -> tuple[ShapeAndDtype, ...]:
-    _check_weight("add_rms_norm", x[0], w[0])
+    _check_weight("add_rms_norm", x, w)
     if x != residual or len(x[0]) != 2:
         raise ValueError(f"add_rms_norm needs x and residual of one shape [T, H] and dtype; got {x} and {residual}")
     return (x, x)

@@ -3,12 +3,14 @@
 import jax
 
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
+from pallas_kernels.rounding import check_floats
 from pallas_kernels.swiglu import cpu, vjp
 from pallas_kernels.swiglu.spec import SPEC
 
 
 def _shape_rule(gate_up: ShapeAndDtype) -> tuple[ShapeAndDtype, ...]:
     shape, dtype = gate_up
+    check_floats("swiglu", gate_up=dtype)
     if len(shape) != 2 or shape[1] % 2:
         raise ValueError(f"swiglu needs gate and up side by side, [T, 2 I]; got {shape}")
     return (((shape[0], shape[1] // 2), dtype),)
