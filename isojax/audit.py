@@ -110,7 +110,7 @@ def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[Jax
                 _visit_forward_rule(path, walk, inner)
         elif name in MOVES or (name in INTEGER_ARITHMETIC and not _touches_floats(equation)):
             walk.moves[name] += 1
-        elif name == "convert_element_type" and equation.invars[0].aval.dtype == equation.params["new_dtype"]:
+        elif name == "convert_element_type" and _dtype(equation.invars[0].aval) == equation.params["new_dtype"]:
             # A Python scalar becoming an array of the dtype it already has.
             walk.moves[name] += 1
         else:
@@ -143,8 +143,12 @@ def _touches_floats(equation: JaxprEqn) -> bool:
     return any(_is_inexact(variable.aval) for variable in (*equation.invars, *equation.outvars))
 
 
+def _dtype(aval: Any) -> Any:
+    return getattr(aval, "dtype", None)
+
+
 def _is_inexact(aval: Any) -> bool:
-    dtype = getattr(aval, "dtype", None)
+    dtype = _dtype(aval)
     return dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from contracts import (
     AXES,
     CASES,
+    Case,
     Claims,
     CompositionEntry,
     ExecutionContract,
@@ -85,7 +86,7 @@ def audit_policy(policy: Policy, tokens: int = 8) -> tuple[AuditReport, AuditRep
     params = policy.parameter_shapes
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
 
-    def rows(params, buffers, batch, temperature):  # type: ignore[no-untyped-def]
+    def rows(params, buffers, batch, temperature):
         hidden = policy.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
         return policy.head_rows(params, hidden, temperature)
 
@@ -128,7 +129,7 @@ def _composition(policy: Policy, arch: str) -> Iterable[CompositionEntry]:
 def _entry(
     region: str,
     primitive: str,
-    cases: tuple[str, ...],
+    cases: tuple[Case, ...],
     calls: Iterable[RegionCall],
     arch: str,
     gate: str | None = None,

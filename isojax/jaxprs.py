@@ -14,7 +14,7 @@ import pallas_kernels
 
 __all__ = ["Jaxpr", "JaxprEqn", "closed_jaxprs", "context_of", "forward_rule", "manual_axes", "user_line"]
 
-_LIBRARIES = tuple(str(Path(library.__file__).parent) for library in (flax, pallas_kernels))
+_LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (flax, pallas_kernels))
 
 
 def closed_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:

@@ -69,7 +69,7 @@ def score_on_mesh(
     contract.check_mesh(mesh_degrees(mesh))
     gather_axis = "fsdp" if mesh.shape.get("fsdp", 1) > 1 else None
 
-    def local(params, buffers, batch, temperature):  # type: ignore[no-untyped-def]
+    def local(params, buffers, batch, temperature):
         return policy.score(params, buffers, batch, temperature, gather_axis=gather_axis)
 
     batch = batch_spec(mesh)

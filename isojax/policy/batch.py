@@ -1,14 +1,16 @@
 """A packed batch: sequences of any length laid one after another on a single token axis."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
 
 # T: tokens of the packed batch.
+
+# [T]: NumPy on the host, JAX inside of a traced function, a shape in an abstract one.
+PerToken = Any
 
 
 class PackedBatch(NamedTuple):
@@ -21,11 +23,11 @@ class PackedBatch(NamedTuple):
     Padding rows have token 0, position 0 and segment -1; they attend to themselves only and are inert.
     """
 
-    tokens: jax.Array | np.ndarray
-    positions: jax.Array | np.ndarray
-    segment_ids: jax.Array | np.ndarray
-    targets: jax.Array | np.ndarray
-    mask: jax.Array | np.ndarray
+    tokens: PerToken
+    positions: PerToken
+    segment_ids: PerToken
+    targets: PerToken
+    mask: PerToken
 
 
 def pack(

@@ -121,7 +121,7 @@ class DensePolicy(nnx.Module):
         normed_TH = pallas_kernels.rms_norm(residual_TH, norms_LH[0], eps=self.config.rms_norm_eps)
         definition, stacked = nnx.split(self.layers)
 
-        def body(carry, layer_inputs):  # type: ignore[no-untyped-def]
+        def body(carry, layer_inputs):
             state, next_norm_H, layer = layer_inputs
             # Gathered here, so that a device holds the whole weights of one layer at a time. The scan took the layer
             # axis away, so axis 1 is axis 0.

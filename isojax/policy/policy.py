@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from pallas_kernels import counters
 # T: tokens, H: hidden size, V: vocabulary, R: selected rows, P: positions, D: head dimension.
 
 Parameters = Mapping[str, jax.Array]
-DTYPES = ("bfloat16", "float32")
+Dtype = Literal["bfloat16", "float32"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 _ROW_BUCKET = 16
 
 
@@ -54,7 +56,7 @@ class Policy:
                 field="remat", found=remat, allowed=["none", "layer"], reason="A layer is the unit of recomputation."
             )
         self.config = config
-        self.dtype = dtype
+        self.dtype = cast(Dtype, dtype)
         self.remat = remat
         table = rope_table(config) if rope is None else rope
         if table.shape != (config.max_position, config.head_dim) or table.dtype != np.float32:
@@ -68,7 +70,8 @@ class Policy:
         abstract = nnx.eval_shape(lambda: DensePolicy(config, jnp.dtype(dtype), remat))
         self._definition, state = nnx.split(abstract)
         self.parameter_shapes: dict[str, jax.ShapeDtypeStruct] = {
-            ".".join(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(state)
+            ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for path, leaf in nnx.to_flat_state(state)
         }
 
     def module(self, params: Parameters, gather_axis: str | None = None) -> DensePolicy:
@@ -84,7 +87,7 @@ class Policy:
                 allowed=sorted(self.parameter_shapes),
                 reason="The parameters are not this policy's.",
             )
-        flat = {tuple(name.split(".")): nnx.Param(value) for name, value in params.items()}
+        flat: Any = {tuple(name.split(".")): nnx.Param(value) for name, value in params.items()}
         module = nnx.merge(self._definition, nnx.from_flat_state(flat))
         module.gather_axis = gather_axis
         return module
@@ -168,12 +171,12 @@ class Policy:
             return self._rows(dict(params), self.buffers, batch, padded, jnp.float32(temperature))[: len(wanted)]
 
     @cached_property
-    def _score(self):  # type: ignore[no-untyped-def]
+    def _score(self):
         return jax.jit(self.score)
 
     @cached_property
-    def _rows(self):  # type: ignore[no-untyped-def]
-        def rows_of(params, buffers, batch, rows, temperature):  # type: ignore[no-untyped-def]
+    def _rows(self):
+        def rows_of(params, buffers, batch, rows, temperature):
             hidden = self.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
             return self.head_rows(params, hidden[rows], temperature)
 

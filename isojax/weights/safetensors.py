@@ -106,7 +106,7 @@ def _locate(folder: Path) -> dict[str, Path]:
         ) from error
 
 
-def _open(path: Path, stack: ExitStack):  # type: ignore[no-untyped-def]
+def _open(path: Path, stack: ExitStack):
     try:
         return stack.enter_context(safe_open(path, framework="numpy"))
     except FileNotFoundError as error:

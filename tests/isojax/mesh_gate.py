@@ -5,6 +5,7 @@ Runs in a process of its own, since the number of devices is fixed when JAX star
 """
 
 import json
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from policy_samples import bits, random_sequences, rows_of, tiny_policy
 from contracts import parse_mesh
 from isojax import audit, build_contract, pack, score_on_mesh
 from isojax.mesh import batch_spec, parameter_specs
+from isojax.policy import Parameters, Policy
 
 MESHES = ("dp=1", "dp=2", "dp=4", "dp=8", "fsdp=2", "fsdp=4", "fsdp=8", "dp=2,fsdp=4", "dp=4,fsdp=2,tp=1")
 SEQUENCES = random_sequences(5, 3, 7, 31, 18, 9, 1, 26, 14, 12)
@@ -24,29 +26,20 @@ def main() -> None:
     policy, params = tiny_policy()
     contract = build_contract(policy, tokenizer={})
     alone = pack(SEQUENCES)
-    expected = policy.log_probs(params, alone)
+    expected = np.asarray(policy.log_probs(params, alone))
     gradients = jax.jit(jax.grad(lambda params: total(policy.score(params, policy.buffers, alone), alone.mask)))(params)
     found = {}
     for name in MESHES:
         degrees = parse_mesh(name)
-        devices = np.array(jax.devices()[: int(np.prod(list(degrees.values())))]).reshape(*degrees.values())
-        mesh = Mesh(devices, tuple(degrees))
-        score = score_on_mesh(policy, mesh, contract)
-        specs = parameter_specs(policy, mesh)
-        placed = {key: jax.device_put(value, NamedSharding(mesh, specs[key])) for key, value in params.items()}
-        batch = pack(SEQUENCES, length_multiple=16, shards=degrees.get("dp", 1) * degrees.get("fsdp", 1))
-        arguments = (
-            placed,
-            policy.buffers,
-            jax.device_put(batch, NamedSharding(mesh, batch_spec(mesh))),
-            jnp.float32(1),
-        )
-        report = audit(score, *arguments, mesh=mesh)
-        rows = jax.jit(score)(*arguments)
+        count = int(np.prod(list(degrees.values())))
+        mesh = Mesh(np.array(jax.devices()[:count]).reshape(*degrees.values()), tuple(degrees))
+        step = MeshStep(policy, params, mesh, score_on_mesh(policy, mesh, contract))
+        report = audit(step.score, step.params, *step.rest, mesh=mesh)
+        rows = jax.jit(step.score)(step.params, *step.rest)
         found[name] = {
             "rows": sum(len(sequence) for sequence in SEQUENCES),
             "different": sum(
-                int((bits(rows_of(batch, rows, i)) != bits(rows_of(alone, expected, i))).sum())
+                int((bits(rows_of(step.batch, rows, i)) != bits(rows_of(alone, expected, i))).sum())
                 for i in range(len(SEQUENCES))
             ),
             "devices": len(rows.sharding.device_set),
@@ -54,13 +47,34 @@ def main() -> None:
             "gathers": report.moves.get("all_gather", 0),
         }
         if name == "dp=2,fsdp=4":
-            step = jax.jit(jax.grad(lambda params: total(score(params, *arguments[1:]), batch.mask)))
-            found[name]["gradient_error"] = max(
-                float(jnp.abs(value.astype(jnp.float32) - gradients[key].astype(jnp.float32)).max())
-                / float(jnp.abs(gradients[key].astype(jnp.float32)).max())
-                for key, value in step(placed).items()
-            )
+            found[name]["gradient_error"] = largest_error(step.gradients(), gradients)
     print(json.dumps(found))
+
+
+class MeshStep:
+    """One batch and the parameters, placed on a mesh."""
+
+    def __init__(self, policy: Policy, params: Parameters, mesh: Mesh, score: Callable[..., jax.Array]) -> None:
+        specs = parameter_specs(policy, mesh)
+        self.score = score
+        self.params = {key: jax.device_put(value, NamedSharding(mesh, specs[key])) for key, value in params.items()}
+        shards = mesh.shape.get("dp", 1) * mesh.shape.get("fsdp", 1)
+        self.batch = pack(SEQUENCES, length_multiple=16, shards=shards)
+        placed = jax.device_put(self.batch, NamedSharding(mesh, batch_spec(mesh)))
+        self.rest = (policy.buffers, placed, jnp.float32(1))
+
+    def gradients(self) -> Parameters:
+        return jax.jit(jax.grad(lambda params: total(self.score(params, *self.rest), self.batch.mask)))(self.params)
+
+
+def largest_error(found: Parameters, expected: Parameters) -> float:
+    """Largest difference of a gradient, as a share of its parameter's largest gradient."""
+
+    def error(name: str) -> float:
+        left, right = (np.asarray(gradients[name], np.float32) for gradients in (found, expected))
+        return float(np.abs(left - right).max() / np.abs(right).max())
+
+    return max(error(name) for name in expected)
 
 
 def total(rows: jax.Array, mask: jax.Array) -> jax.Array:

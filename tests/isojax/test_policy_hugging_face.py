@@ -131,8 +131,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> RealModel:
 def test_real_smollm2_in_fp32_is_within_1e_4_of_hugging_face(smollm2: RealModel) -> None:
     found = smollm2.ours("float32")
     print(f"\nfp32 {found}")
-    assert found.rows_max < 2e-4
-    assert found.sampled_max < 1e-4
+    assert found.rows_max < 1e-4
     assert found.greedy == 1
 
 
