@@ -12,8 +12,6 @@ import optax
 
 import isojax
 from contracts import handshake
-from isojax.export import export_policy
-from isojax.rl import Sampling, open_engine
 
 PROMPTS, SAMPLES, TOKENS = [[0, digit] for digit in (1, 2, 3, 4)], 8, 4
 SIZES = tomllib.loads(Path(__file__).with_name("tiny_copy.toml").read_text())["policy"]["random"]
@@ -35,13 +33,13 @@ def main(steps: int, engine_name: str = "vllm") -> list[float]:
         return optax.apply_updates(params, updates), state
 
     with TemporaryDirectory() as folder:
-        contract = export_policy(Path(folder) / "policy", policy, params, tokenizer_files={})
+        contract = isojax.export_policy(Path(folder) / "policy", policy, params, tokenizer_files={})
         contract.check_mesh({"dp": 1})
-        engine = open_engine(engine_name, Path(folder) / "policy")
+        engine = isojax.open_engine(engine_name, Path(folder) / "policy")
         handshake(contract, engine.report())
         for step in range(steps):
             engine.sync(params)
-            done = engine.generate(PROMPTS, Sampling(max_tokens=TOKENS, samples=SAMPLES, seed=step))
+            done = engine.generate(PROMPTS, isojax.Sampling(max_tokens=TOKENS, samples=SAMPLES, seed=step))
             batch = isojax.pack([c.prompt_tokens + c.tokens for c in done], [2] * len(done))
             scored, reported = np.asarray(policy.log_probs(params, batch)), np.concatenate([c.log_probs for c in done])
             assert np.array_equal(scored[batch.mask].view(np.int32), reported.view(np.int32)), "the bits differ"

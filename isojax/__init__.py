@@ -5,15 +5,19 @@ from isojax.contract import build_contract
 from isojax.export import export_policy
 from isojax.mesh import mesh_degrees, score_on_mesh
 from isojax.policy import PackedBatch, Policy, PolicyConfig, completion_rows, pack
+from isojax.rl.rollout import Completion, RolloutEngine, Sampling, open_engine
 from isojax.weights.digest import digest
 from isojax.weights.load import load, load_policy
 from isojax.weights.tokenizer import tokenizer_files
 
 __all__ = [
     "AuditReport",
+    "Completion",
     "PackedBatch",
     "Policy",
     "PolicyConfig",
+    "RolloutEngine",
+    "Sampling",
     "audit",
     "build_contract",
     "completion_rows",
@@ -22,6 +26,7 @@ __all__ = [
     "load",
     "load_policy",
     "mesh_degrees",
+    "open_engine",
     "pack",
     "score_on_mesh",
     "tokenizer_files",

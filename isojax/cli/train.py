@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import signal
 import sys
 from pathlib import Path
 
+from contracts.errors import IsojaxError
 from isojax.cli.exit_codes import INTERRUPTED
 from isojax.rl.assemble import assemble
 from isojax.rl.config_file import load_config
@@ -35,7 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
         folder = RunFolder(Path(arguments.resume)) if arguments.resume else latest_run(arguments.runs, config.name)
     else:
         folder = new_run(arguments.runs, config.name)
-    trainer = assemble(config, config_folder=arguments.config.parent, folder=folder, resume=resume)
+    # A scheduler ends a job with SIGTERM; it is as good a reason to stop in order as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        trainer = assemble(config, config_folder=arguments.config.parent, folder=folder, resume=resume)
+    except IsojaxError:
+        # A refused run never began, and its folder would take the name of the next one.
+        if not resume:
+            shutil.rmtree(folder.path)
+        raise
     try:
         trainer.run(show_progress=not arguments.quiet)
     except KeyboardInterrupt:

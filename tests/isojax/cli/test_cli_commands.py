@@ -138,6 +138,7 @@ def test_mistakes_in_a_configuration_are_refused_before_an_engine_starts(workpla
     text = refusal(capsys)
     for part in says:
         assert part in text
+    assert not Path("runs/small").exists()
 
 
 def test_a_missing_configuration_checkpoint_or_run_is_refused(workplace, capsys):
