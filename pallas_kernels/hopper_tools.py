@@ -12,6 +12,21 @@ import jax.numpy as jnp
 #: Multiprocessors of the card that kernels are lowered for. It sets persistent grids, hence the module's bytes.
 SM_COUNT = 132
 
+#: Shared memory that one block may take on sm90.
+SHARED_BYTES = 232448
+
+
+def fitting_stages(most: int, steps: int, stage_bytes: int, other_bytes: int) -> int:
+    """Pipeline stages: at most ``most`` and ``steps``, and no more than fit beside ``other_bytes``.
+
+    Raises ValueError where not even two fit.
+    """
+    # Every array starts at a multiple of 1024 bytes; barriers take the last part.
+    fit = (SHARED_BYTES - other_bytes - 8192) // stage_bytes
+    if fit < min(2, steps):
+        raise ValueError(f"a stage of {stage_bytes} bytes does not fit twice beside {other_bytes} bytes")
+    return min(most, steps, fit)
+
 
 def sm_count() -> int:
     """Blocks of a persistent grid. Fixed, so that a module does not depend on the machine that lowers it."""

@@ -78,7 +78,7 @@ def load_bundle(folder: str | Path) -> list[SealedProgram]:
             field=str(folder / MANIFEST),
             found=f"{type(error).__name__}: {error}",
             allowed=f"the layout of bundle version {BUNDLE_VERSION}",
-            reason="The manifest's hash is right but its contents are not a list of programs: another program wrote it.",
+            reason="The manifest's hash is right but it holds no list of programs: another program wrote it.",
         ) from error
     named = {f"{digest}.mlirbc" for program in programs for digest in program.digests}
     foreign = sorted(path.name for path in (folder / MODULES).iterdir() if path.name not in named)

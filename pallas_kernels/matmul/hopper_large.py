@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import swizzled, drain, fold, sm_count
+from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,10 @@ def large_matmul(
     column_tiles = pl.cdiv(N, tile.block_columns)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
-    stages = min(tile.stages, steps)
+    # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight a warpgroup.
+    piece = 128 // jnp.dtype(out_dtype).itemsize
+    stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
+    stages = fitting_stages(tile.stages, steps, stage_bytes, CONSUMERS * 2 * 64 * 128)
 
     def kernel(*refs: jax.Ref) -> None:
         if bias:
@@ -152,20 +156,28 @@ def large_matmul(
                     where = pl.ds(column + (0 if along_rows else warpgroup * tile.columns), tile.columns)
                     added = plgpu.load(bias_N.at[where], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
                     total = (total.astype(jnp.float32) + added.astype(jnp.float32)[None, :]).astype(out_dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[warpgroup] = total
-                plgpu.commit_smem()
                 out_row = row + (warpgroup * tile.rows if along_rows else 0)
                 out_column = column + (0 if along_rows else warpgroup * tile.columns)
-                plgpu.copy_smem_to_gmem(
-                    out_smem.at[warpgroup], out_TN.at[pl.ds(out_row, tile.rows), pl.ds(out_column, tile.columns)]
-                )
+                for number, (r, c) in enumerate(
+                    itertools.product(range(0, tile.rows, 64), range(0, tile.columns, piece))
+                ):
+                    slot = out_smem.at[warpgroup, number % 2]
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    slot[...] = total[r : r + 64, c : c + piece]
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(slot, out_TN.at[pl.ds(out_row + r, 64), pl.ds(out_column + c, piece)])
                 return carry + steps
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     layout = swizzled(tile.depth)
+    out_layout = swizzled(piece, out_dtype)
     blocks = min(row_tiles * column_tiles, sm_count() // tile.cluster)
+    if tile.cluster > 1:
+        # A multicast load writes into both blocks, so a stage is free only once both blocks' consumers left it.
+        empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, num_barriers=stages)
+    else:
+        empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
     return plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
@@ -179,10 +191,8 @@ def large_matmul(
         scratch_types=(
             plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM(
-                (CONSUMERS, tile.rows, tile.columns), jnp.dtype(out_dtype), transforms=swizzled(tile.columns, out_dtype)
-            ),
+            plgpu.SMEM((CONSUMERS, 2, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+            empty,
         ),
     )

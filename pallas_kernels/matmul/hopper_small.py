@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import swizzled, drain, fold, sm_count
+from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
 
 ROWS = 64
 
@@ -50,7 +50,9 @@ def small_matmul(
     leaf_steps = K // (leaves * tile.depth)
     my_leaves = leaves // tile.parallel
     steps = leaf_steps * my_leaves
-    stages = min(tile.stages, steps)
+    out_bytes = tile.warpgroups * T * ROWS * jnp.dtype(out_dtype).itemsize
+    inbox_bytes = (tile.parallel - 1) * tile.warpgroups * ROWS * T * 4
+    stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (T + block_rows), out_bytes + inbox_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)

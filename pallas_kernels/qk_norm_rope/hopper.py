@@ -26,6 +26,10 @@ def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: flo
     if D % 16:
         raise ValueError(f"head size {D} is not a multiple of 16")
 
+    def load(tile: jax.Ref) -> jax.Array:
+        # Half heads that no swizzle fits are read element by element.
+        return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=F % 16 == 0)
+
     def kernel(q_TN: jax.Ref, k_TK: jax.Ref, cos_sin_TD: jax.Ref, *refs: jax.Ref) -> None:
         norms, (q_out, k_out, x_smem, table_smem, loaded, table_loaded) = refs[:-6], refs[-6:]
         rows = pl.ds(lax.axis_index("tokens") * BLOCK, BLOCK)

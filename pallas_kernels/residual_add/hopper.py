@@ -30,6 +30,6 @@ def residual_add_program(T: int, H: int) -> Program:
         kernel_name="isojax_residual_add",
     )
     buffers = {name: Buffer((T, H), "bfloat16") for name in ("x", "residual", "out")}
-    views = {name: (T * H,) for name in buffers}
+    views = dict.fromkeys(buffers, (T * H,))
     step = Step("residual_add", call, ("x", "residual"), ("out",), views)
     return Program(buffers, ("x", "residual"), ("out",), (step,))

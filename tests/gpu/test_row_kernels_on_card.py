@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gpu_tools import assert_equal_bits, bits, hazardous, launcher, normal, relative_error
+from gpu_tools import assert_equal_bits, hazardous, launcher, normal, relative_error
 
 from pallas_kernels.qk_norm_rope.hopper import qk_norm_rope_program
 from pallas_kernels.residual_add.hopper import residual_add_program
