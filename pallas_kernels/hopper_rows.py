@@ -60,7 +60,9 @@ class Row:
         staged[slot] = value.astype(jnp.bfloat16)
         plgpu.commit_smem()
         for start, size in self.boxes:
-            plgpu.copy_smem_to_gmem(staged.at[slot, pl.ds(start, size)], ref.at[at, self._columns(start, size)])
+            # Only what the row has: a contiguous store is not cut at the row's end but runs into the next row.
+            part = pl.ds(start, min(size, self.length - start))
+            plgpu.copy_smem_to_gmem(staged.at[slot, part], ref.at[at, part])
         plgpu.wait_smem_to_gmem(0)
 
     def _columns(self, start: int, size: int) -> pl.Slice:

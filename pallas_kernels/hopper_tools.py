@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -42,21 +42,27 @@ def swizzled(columns: int, dtype: str = "bfloat16") -> tuple[plgpu.TilingTransfo
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def fold(leaf: Callable[[int], jax.Array], leaves: int) -> jax.Array:
+def fold(leaf: Callable[[int], jax.Array], leaves: int, stash: Sequence[jax.Ref] = ()) -> jax.Array:
     """Sums ``leaf(0) ... leaf(leaves - 1)`` as ((l0+l1)+(l2+l3))+..., evaluated depth first.
 
-    Depth first keeps at most log2(leaves) partial sums alive. The lower index is always the left operand.
+    Depth first keeps at most log2(leaves) partial sums waiting. The lower index is always the left operand. Sums of
+    the outermost levels wait in ``stash``, one reference a level, the others in registers.
     """
     if leaves < 1 or leaves & (leaves - 1):
         raise ValueError(f"leaves={leaves} is not a power of two")
 
-    def subtree(first: int, count: int) -> jax.Array:
+    def subtree(first: int, count: int, level: int) -> jax.Array:
         if count == 1:
             return leaf(first)
-        left = subtree(first, count // 2)
-        return left + subtree(first + count // 2, count // 2)
+        left = subtree(first, count // 2, level + 1)
+        if level < len(stash):
+            stash[level][...] = left
+        right = subtree(first + count // 2, count // 2, level + 1)
+        if level < len(stash):
+            left = plgpu.load(stash[level], layout=plgpu.Layout.WGMMA)
+        return left + right
 
-    return subtree(0, leaves)
+    return subtree(0, leaves, 0)
 
 
 def drain(empty: jax.Ref, stages: int, done: jax.Array) -> None:

@@ -72,14 +72,17 @@ def large_matmul(
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight a warpgroup.
     piece = 128 // jnp.dtype(out_dtype).itemsize
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
-    stages = fitting_stages(tile.stages, steps, stage_bytes, CONSUMERS * 2 * 64 * 128)
+    # Registers hold the running leaf and one waiting sum at a 64x128 tile; deeper sums wait in shared memory.
+    stashes = max(0, leaves.bit_length() - 2)
+    stash_bytes = stashes * CONSUMERS * tile.rows * tile.columns * 4
+    stages = fitting_stages(tile.stages, steps, stage_bytes, CONSUMERS * 2 * 64 * 128 + stash_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
-        if bias:
-            x_TK, w_NK, bias_N, out_TN, x_smem, w_smem, out_smem, full, empty = refs
-        else:
-            x_TK, w_NK, out_TN, x_smem, w_smem, out_smem, full, empty = refs
-            bias_N = None
+        refs_by_role = iter(refs)
+        x_TK, w_NK = next(refs_by_role), next(refs_by_role)
+        bias_N = next(refs_by_role) if bias else None
+        out_TN, x_smem, w_smem, out_smem, full, empty = (next(refs_by_role) for _ in range(6))
+        stash = next(refs_by_role) if stashes else None
         warpgroup = lax.axis_index("warpgroup")
         member = lax.axis_index("member")
 
@@ -151,7 +154,8 @@ def large_matmul(
 
                     return pl.run_scoped(chain, plgpu.ACC((tile.rows, tile.columns), jnp.float32))
 
-                total = fold(leaf, leaves).astype(out_dtype)
+                waiting = [stash.at[level, warpgroup] for level in range(stashes)]
+                total = fold(leaf, leaves, waiting).astype(out_dtype)
                 if bias_N is not None:
                     where = pl.ds(column + (0 if along_rows else warpgroup * tile.columns), tile.columns)
                     added = plgpu.load(bias_N.at[where], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
@@ -178,6 +182,16 @@ def large_matmul(
         empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, num_barriers=stages)
     else:
         empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+    scratch = [
+        plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
+        plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
+        plgpu.SMEM((CONSUMERS, 2, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        empty,
+    ]
+    if stashes:
+        shape = (stashes, CONSUMERS, tile.rows, tile.columns)
+        scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(tile.columns, "float32")))
     return plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
@@ -188,11 +202,5 @@ def large_matmul(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="isojax_matmul_large",
-        scratch_types=(
-            plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM((CONSUMERS, 2, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            empty,
-        ),
+        scratch_types=tuple(scratch),
     )

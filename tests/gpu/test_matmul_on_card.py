@@ -24,7 +24,8 @@ SMALL = [
     SmallTile(warpgroups=2, stages=3),
     SmallTile(depth=64, stages=8),
     SmallTile(parallel=2, stages=3),
-    SmallTile(parallel=4, warpgroups=2, stages=2),
+    SmallTile(parallel=4, stages=2),
+    SmallTile(parallel=2, warpgroups=2, depth=64, stages=4),
 ]
 
 
@@ -71,6 +72,16 @@ def test_leaves_fold_as_the_declared_tree(compiler, leaves):
         for part_sum in parts[1:]:
             in_turn = in_turn + part_sum
         assert not torch.equal(in_turn.bfloat16(), declared), "the planted wrong order was not caught"
+
+
+@pytest.mark.parametrize(("N", "K"), [(576, 576), (960, 1536), (1000, 64)])
+def test_shapes_that_fill_no_tile_are_right(compiler, N, K):
+    x, w = normal(264, K, seed=11), normal(N, K, seed=12)
+    large = launcher(compiler, matmul_program(264, N, K))(x, w)[0]
+    assert relative_error(large, x.float() @ w.float().T) < 4e-3
+    for tile in (SmallTile(depth=64), SmallTile(depth=64, warpgroups=2)):
+        small = launcher(compiler, matmul_program(72, N, K, tile=tile))(x[:72].clone(), w)[0]
+        assert_equal_bits(small, large[:72], f"{tile}")
 
 
 @pytest.mark.parametrize("T", [8, 64, 256])

@@ -1,0 +1,251 @@
+"""Attention for many query tokens on sm90: a block takes neighbouring tokens of one head and walks their keys."""
+
+# Dimension letters: T tokens, H query heads, K key heads, D head size, R rows of a warpgroup, B positions of a block.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention import hopper_softmax as softmax
+from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
+from pallas_kernels.attention.hopper_source import ROW_STEP, Packed, Paged, zero_rows
+from pallas_kernels.hopper_tools import drain, swizzled
+
+#: Tokens whose sequence and position a block looks up at once.
+LOOKUP = 128
+NONE = 2**30
+
+
+def tiled_attention(
+    T: int,
+    H: int,
+    K: int,
+    schedule: Schedule,
+    source: Packed | Paged,
+    *,
+    single_tokens: bool = True,
+    stages: int = 2,
+    staged_weights: bool = False,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the kernel ``(q [T, H*D], k, v, positions [T], owners [T][, block_table]) -> out [T, H*D]``.
+
+    ``owners`` says whose token a row is: with packed keys the segment id, else the request; below zero it is padding,
+    which attends to nothing and gives zeros. A sequence's tokens are contiguous in the batch. Without ``single_tokens``
+    sequences that have only one token in the batch are left at zero: another kernel takes them.
+    """
+    D, B = schedule.D, schedule.block
+    consumers = 2 if D <= 128 else 1
+    tile = ROWS * consumers
+    group = H // K
+    paged = isinstance(source, Paged)
+    split_blocks = schedule.split // B
+    shifts = (0,) if single_tokens else (0, -1, 1)
+
+    def kernel(*refs: jax.Ref) -> None:
+        names = iter(refs)
+        q_TC, k_C, v_C, positions_T, owners_T = (next(names) for _ in range(5))
+        table = next(names) if paged else None
+        out_TC, q_smem, k_smem, v_smem, total_smem, lookup, plan = (next(names) for _ in range(7))
+        looked, q_full, k_full, v_full, v_dirty, v_clean, k_empty, v_empty, planned, taken = (
+            next(names) for _ in range(10)
+        )
+        staged_smem = next(names, None)
+        warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
+        first_token = lax.axis_index("tile") * tile
+
+        @pl.when(warpgroup == consumers)
+        def _load() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            columns = pl.ds(lax.div(head, jnp.int32(group)) * D, D)
+            plgpu.copy_gmem_to_smem(positions_T.at[pl.ds(first_token, LOOKUP)], lookup.at[0], looked)
+            for row, shift in enumerate(shifts, 1):
+                plgpu.copy_gmem_to_smem(owners_T.at[pl.ds(first_token + shift, LOOKUP)], lookup.at[row], looked)
+            for number in range(consumers):
+                rows = pl.ds(first_token + number * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(q_TC.at[rows, pl.ds(head * D, D)], q_smem.at[number], q_full.at[number])
+            plgpu.barrier_wait(looked)
+            lane = plgpu.Layout.WG_STRIDED((LOOKUP,), vec_size=1)
+            index = plgpu.broadcasted_iota(jnp.int32, (LOOKUP,), 0, layout=lane)
+            position, owner = (plgpu.load(lookup.at[row], layout=lane) for row in range(2))
+            mine = (owner >= 0) & (index < tile) & (index + first_token < T)
+            if not single_tokens:
+                before, after = (plgpu.load(lookup.at[row], layout=lane) for row in (2, 3))
+                starts = (index + first_token == 0) | (before != owner)
+                ends = (index + first_token == T - 1) | (after != owner)
+                mine = mine & jnp.logical_not(starts & ends)
+
+            def following(previous: jax.Array) -> jax.Array:
+                return -jnp.max(jnp.where(mine & (owner > previous), -owner, -NONE))
+
+            def publish(number: jax.Array, current: jax.Array, last: jax.Array, first_row: jax.Array) -> None:
+                @pl.when(number > 0)
+                def _() -> None:
+                    plgpu.barrier_wait(taken)
+
+                plan[0] = current
+                plan[1] = last
+                plan[2] = lax.rem(first_row, jnp.int32(ROW_STEP))
+                plgpu.barrier_arrive(planned)
+
+            def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                number, current, done = carry
+                here = mine & (owner == current)
+                last = jnp.max(jnp.where(here, position, -1))
+                # With packed keys position 0 is in the batch, as many rows back as the position says.
+                first_row = first_token + jnp.max(jnp.where(here, index - position, -NONE))
+                publish(number, current, last, first_row)
+                blocks = lax.div(last, jnp.int32(B)) + 1
+
+                def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
+                    slot = lax.rem(done, jnp.int32(stages))
+                    rows = source.rows(table, current, first_row, block * B, last)
+
+                    @pl.when(done >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(k_empty.at[slot])
+
+                    source.load(k_C, rows, columns, k_smem.at[slot], k_full.at[slot])
+
+                    @pl.when(done >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_empty.at[slot])
+
+                    @pl.when(block < blocks - 1)
+                    def _() -> None:
+                        source.load(v_C, rows, columns, v_smem.at[slot], v_full.at[slot])
+
+                    @pl.when(block == blocks - 1)
+                    def _() -> None:
+                        source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
+                        plgpu.barrier_wait(v_dirty)
+                        zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
+                        plgpu.barrier_arrive(v_clean)
+
+                    return done + 1
+
+                return number + 1, following(current), lax.fori_loop(0, blocks, one_block, done)
+
+            start = (jnp.int32(0), following(jnp.int32(-1)), jnp.int32(0))
+            number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
+            publish(number, jnp.int32(NONE), jnp.int32(0), jnp.int32(0))
+            plgpu.barrier_wait(taken)
+            drain(k_empty, stages, done)
+            drain(v_empty, stages, done)
+
+        @pl.when(warpgroup < consumers)
+        def _compute() -> None:
+            if consumers > 1:
+                plgpu.set_max_registers(232, action="increase")
+            q_RD, waiting_RD = q_smem.at[warpgroup], total_smem.at[warpgroup]
+            staged = staged_smem.at[warpgroup] if staged_weights else None
+            first_row = pl.multiple_of(warpgroup * ROWS, ROWS)
+            last_row = first_row + ROWS - 1
+            plgpu.barrier_wait(looked)
+            plgpu.barrier_wait(q_full.at[warpgroup])
+            position_R = plgpu.load(lookup.at[0, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
+            owner_R = plgpu.load(lookup.at[1, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
+            inside = first_token + last_row < T
+            nothing = softmax.empty_state(D)
+            waiting_RD[...] = nothing.acc_RD
+
+            def planned_sequence() -> tuple[jax.Array, ...]:
+                plgpu.barrier_wait(planned)
+                what = plan[0], plan[1], plan[2]
+                plgpu.barrier_arrive(taken)
+                return what
+
+            def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                current, last, misaligned, done, max_R, sum_R = carry
+                blocks = lax.div(last, jnp.int32(B)) + 1
+                limit_R = jnp.where(owner_R == current, position_R, -1)
+                # Where all rows are of this sequence, the blocks before the first row's own need no mask.
+                alone = inside & (lookup[1, first_row] == current) & (lookup[1, last_row] == current)
+                unmasked = jnp.where(alone, lax.div(lookup[0, first_row] + 1, jnp.int32(B)), 0)
+
+                def one_block(block: jax.Array, state: State, masked: bool) -> State:
+                    slot = lax.rem(done + block, jnp.int32(stages))
+                    plgpu.barrier_wait(k_full.at[slot])
+                    raw_RB = softmax.scores(q_RD, k_smem.at[slot], B)
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    if masked:
+                        column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
+                        limit_RB = lax.broadcast_in_dim(limit_R - block * B, (ROWS, B), (0,))
+                        raw_RB = jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
+                    state, weights = softmax.weigh(state, raw_RB, schedule.exponent_scale)
+
+                    @pl.when(block < blocks - 1)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_full.at[slot])
+
+                    @pl.when(block == blocks - 1)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_clean)
+
+                    state = softmax.accumulate(state, weights, v_smem.at[slot], D, staged)
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    return state
+
+                def one_split(number: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                    first = number * split_blocks
+                    end = jnp.minimum(first + split_blocks, blocks)
+                    middle = jnp.minimum(jnp.maximum(first, unmasked), end)
+                    part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), nothing)
+                    part = lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part)
+                    earlier = State(*total, plgpu.load(waiting_RD, layout=softmax.WGMMA))
+                    merged = softmax.merge(earlier, part)
+                    waiting_RD[...] = merged.acc_RD
+                    return merged.max_R, merged.sum_R
+
+                splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
+                max_R, sum_R = lax.fori_loop(0, splits, one_split, (max_R, sum_R))
+                if not paged:
+                    # Such a copy would have read other rows. NaN is refused downstream; a wrong number would not be.
+                    sum_R = jnp.where((owner_R == current) & (misaligned > 0), jnp.nan, sum_R)
+                return *planned_sequence(), done + blocks, max_R, sum_R
+
+            carry = (*planned_sequence(), jnp.int32(0), nothing.max_R, nothing.sum_R)
+            *_, max_R, sum_R = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
+            total = State(max_R, sum_R, plgpu.load(waiting_RD, layout=softmax.WGMMA))
+            q_RD[...] = softmax.finish(total)
+            plgpu.commit_smem()
+            rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, pl.ds(head * D, D)])
+            plgpu.wait_smem_to_gmem(0)
+
+    layout = swizzled(D)
+    staging = (plgpu.SMEM((consumers, ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
+    return plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((T, H * D), jnp.bfloat16),),
+        grid=(H, pl.cdiv(T, tile)),
+        grid_names=("head", "tile"),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        kernel_name="isojax_attention_tiles",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types=(
+            plgpu.SMEM((consumers, ROWS, D), jnp.bfloat16, transforms=layout),
+            plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
+            plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
+            plgpu.SMEM((consumers, ROWS, D), jnp.float32, transforms=swizzled(D, "float32")),
+            plgpu.SMEM((1 + len(shifts), LOOKUP), jnp.int32),
+            plgpu.SMEM((3,), jnp.int32),
+            plgpu.Barrier(num_arrivals=1 + len(shifts)),
+            plgpu.Barrier(num_barriers=consumers),
+            plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=source.arrivals),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=consumers),
+            *staging,
+        ),
+    )
