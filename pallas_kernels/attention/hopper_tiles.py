@@ -78,7 +78,7 @@ def tiled_attention(
                 before, after = (plgpu.load(lookup.at[row], layout=lane) for row in (2, 3))
                 starts = (index + first_token == 0) | (before != owner)
                 ends = (index + first_token == T - 1) | (after != owner)
-                mine = mine & jnp.logical_not(starts & ends)
+                mine = mine & (jnp.where(starts & ends, 1, 0) == 0)
 
             def following(previous: jax.Array) -> jax.Array:
                 return -jnp.max(jnp.where(mine & (owner > previous), -owner, -NONE))
@@ -125,7 +125,7 @@ def tiled_attention(
                         source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
                         plgpu.barrier_wait(v_dirty)
                         zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
-                        plgpu.barrier_arrive(v_clean)
+                        plgpu.barrier_arrive(v_clean.at[slot])
 
                     return done + 1
 
@@ -185,7 +185,7 @@ def tiled_attention(
 
                     @pl.when(block == blocks - 1)
                     def _() -> None:
-                        plgpu.barrier_wait(v_clean)
+                        plgpu.barrier_wait(v_clean.at[slot])
 
                     state = softmax.accumulate(state, weights, v_smem.at[slot], D, staged)
                     plgpu.barrier_arrive(v_empty.at[slot])
@@ -241,7 +241,7 @@ def tiled_attention(
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
             plgpu.Barrier(num_arrivals=source.arrivals),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             plgpu.Barrier(),
