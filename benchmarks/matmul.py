@@ -22,11 +22,10 @@ SMALL = [
 ]
 LARGE = [
     LargeTile(rows=64, columns=128, split="rows", stages=6),
-    LargeTile(rows=64, columns=128, split="rows", stages=6, cluster=2),
     LargeTile(rows=64, columns=256, split="rows", stages=4),
-    LargeTile(rows=128, columns=128, split="columns", stages=4),
-    LargeTile(rows=128, columns=128, split="rows", stages=4),
     LargeTile(rows=64, columns=256, split="rows", stages=4, cluster=2),
+    LargeTile(rows=64, columns=128, split="columns", stages=6),
+    LargeTile(rows=64, columns=64, split="rows", stages=8),
 ]
 
 

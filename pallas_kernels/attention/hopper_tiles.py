@@ -45,13 +45,12 @@ def tiled_attention(
     group = H // K
     paged = isinstance(source, Paged)
     split_blocks = schedule.split // B
-    shifts = (0,) if single_tokens else (0, -1, 1)
 
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
         q_TC, k_C, v_C, positions_T, owners_T = (next(names) for _ in range(5))
         table = next(names) if paged else None
-        out_TC, q_smem, k_smem, v_smem, total_smem, lookup, plan = (next(names) for _ in range(7))
+        out_TC, q_smem, k_smem, v_smem, total_smem, lookup, neighbours, plan = (next(names) for _ in range(8))
         looked, q_full, k_full, v_full, v_dirty, v_clean, k_empty, v_empty, planned, taken = (
             next(names) for _ in range(10)
         )
@@ -64,8 +63,7 @@ def tiled_attention(
             plgpu.set_max_registers(40, action="decrease")
             columns = pl.ds(lax.div(head, jnp.int32(group)) * D, D)
             plgpu.copy_gmem_to_smem(positions_T.at[pl.ds(first_token, LOOKUP)], lookup.at[0], looked)
-            for row, shift in enumerate(shifts, 1):
-                plgpu.copy_gmem_to_smem(owners_T.at[pl.ds(first_token + shift, LOOKUP)], lookup.at[row], looked)
+            plgpu.copy_gmem_to_smem(owners_T.at[pl.ds(first_token, LOOKUP)], lookup.at[1], looked)
             for number in range(consumers):
                 rows = pl.ds(first_token + number * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(q_TC.at[rows, pl.ds(head * D, D)], q_smem.at[number], q_full.at[number])
@@ -75,7 +73,10 @@ def tiled_attention(
             position, owner = (plgpu.load(lookup.at[row], layout=lane) for row in range(2))
             mine = (owner >= 0) & (index < tile) & (index + first_token < T)
             if not single_tokens:
-                before, after = (plgpu.load(lookup.at[row], layout=lane) for row in (2, 3))
+                neighbours[pl.ds(1, LOOKUP)] = owner
+                neighbours[0] = owners_T[jnp.maximum(first_token - 1, 0)]
+                neighbours[LOOKUP + 1] = owners_T[jnp.minimum(first_token + LOOKUP, T - 1)]
+                before, after = (plgpu.load(neighbours.at[pl.ds(at, LOOKUP)], layout=lane) for at in (0, 2))
                 starts = (index + first_token == 0) | (before != owner)
                 ends = (index + first_token == T - 1) | (after != owner)
                 mine = mine & (jnp.where(starts & ends, 1, 0) == 0)
@@ -234,9 +235,10 @@ def tiled_attention(
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((consumers, ROWS, D), jnp.float32, transforms=swizzled(D, "float32")),
-            plgpu.SMEM((1 + len(shifts), LOOKUP), jnp.int32),
+            plgpu.SMEM((2, LOOKUP), jnp.int32),
+            plgpu.SMEM((2 * LOOKUP,), jnp.int32),
             plgpu.SMEM((3,), jnp.int32),
-            plgpu.Barrier(num_arrivals=1 + len(shifts)),
+            plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_barriers=consumers),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
