@@ -8,6 +8,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 #: Multiprocessors of the card that kernels are lowered for. It sets persistent grids, hence the module's bytes.
 SM_COUNT = 132
@@ -42,27 +43,56 @@ def swizzled(columns: int, dtype: str = "bfloat16") -> tuple[plgpu.TilingTransfo
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def fold(leaf: Callable[[int], jax.Array], leaves: int, stash: Sequence[jax.Ref] = ()) -> jax.Array:
+def fold(leaf: Callable[[int], jax.Array], leaves: int) -> jax.Array:
     """Sums ``leaf(0) ... leaf(leaves - 1)`` as ((l0+l1)+(l2+l3))+..., evaluated depth first.
 
-    Depth first keeps at most log2(leaves) partial sums waiting. The lower index is always the left operand. Sums of
-    the outermost levels wait in ``stash``, one reference a level, the others in registers.
+    Depth first keeps at most log2(leaves) partial sums waiting. The lower index is always the left operand.
     """
     if leaves < 1 or leaves & (leaves - 1):
         raise ValueError(f"leaves={leaves} is not a power of two")
 
-    def subtree(first: int, count: int, level: int) -> jax.Array:
+    def subtree(first: int, count: int) -> jax.Array:
         if count == 1:
             return leaf(first)
-        left = subtree(first, count // 2, level + 1)
-        if level < len(stash):
-            stash[level][...] = left
-        right = subtree(first + count // 2, count // 2, level + 1)
-        if level < len(stash):
-            left = plgpu.load(stash[level], layout=plgpu.Layout.WGMMA)
-        return left + right
+        left = subtree(first, count // 2)
+        return left + subtree(first + count // 2, count // 2)
 
-    return subtree(0, leaves, 0)
+    return subtree(0, leaves)
+
+
+def fold_pairs(leaf: Callable[[jax.Array | int], jax.Array], leaves: int, waiting: Sequence[jax.Ref]) -> jax.Array:
+    """The same sum as `fold`, as a loop over pairs of leaves.
+
+    One leaf waits in registers, the sums of finished subtrees in ``waiting``, one reference a level above the pairs.
+    A loop, because with every leaf unrolled the compiler no longer keeps the tensor cores busy.
+    """
+    if leaves <= 2:
+        return fold(leaf, leaves)
+    if leaves & (leaves - 1):
+        raise ValueError(f"leaves={leaves} is not a power of two")
+    pairs = leaves // 2
+
+    def one_pair(pair: jax.Array, _: None) -> None:
+        total = leaf(2 * pair) + leaf(2 * pair + 1)
+
+        def settle(total: jax.Array, level: int) -> None:
+            # Bit ``level`` of the pair says whether the subtree to the left waits for this one.
+            def join() -> None:
+                joined = plgpu.load(waiting[level], layout=plgpu.Layout.WGMMA) + total
+                if level + 1 < len(waiting):
+                    settle(joined, level + 1)
+                else:
+                    waiting[level][...] = joined
+
+            def wait() -> None:
+                waiting[level][...] = total
+
+            lax.cond(lax.rem(lax.div(pair, jnp.int32(1 << level)), jnp.int32(2)) == 1, join, wait)
+
+        settle(total, 0)
+
+    lax.fori_loop(0, pairs, one_pair, None)
+    return plgpu.load(waiting[-1], layout=plgpu.Layout.WGMMA)
 
 
 def drain(empty: jax.Ref, stages: int, done: jax.Array) -> None:

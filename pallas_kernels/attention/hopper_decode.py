@@ -53,6 +53,9 @@ def decode_attention(
     if G > ROWS:
         raise ValueError(f"{G} query heads share a key head; at most {ROWS} fit a warpgroup")
     split_blocks = schedule.split // B
+    if D > 128:
+        # Larger heads leave no room for a second stage.
+        stages = 1
 
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
@@ -164,7 +167,7 @@ def decode_attention(
 
             _, *total = lax.fori_loop(0, mine, one_split, (jnp.int32(0), *nothing))
             if lanes == 1:
-                out_smem[...] = softmax.finish(State(*total))
+                out_smem[...] = softmax.finish(*State(*total)[1:])
                 plgpu.commit_smem()
                 _take_rows(tiled_RD, pl.ds(first_head, G), single, out_smem.at[pl.ds(0, G)], copied)
                 plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], results[0].at[pl.ds(first_head, G)])
@@ -240,7 +243,7 @@ def combine_splits(T: int, H: int, K: int, schedule: Schedule, splits: int) -> C
             return tuple(softmax.merge(State(*total), part))
 
         total = lax.fori_loop(0, used, one_split, tuple(softmax.empty_state(D)))
-        out_smem[...] = softmax.finish(State(*total))
+        out_smem[...] = softmax.finish(*State(*total)[1:])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_RD.at[pl.ds(token * H + key_head * G, G)])
         plgpu.wait_smem_to_gmem(0)

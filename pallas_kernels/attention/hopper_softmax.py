@@ -117,28 +117,44 @@ def accumulate(state: State, weights: Weights, v_BD: jax.Ref, D: int, staged_RB:
     return state._replace(acc_RD=state.acc_RD * weights.shrink_R[:, None] + values_RD)
 
 
+class Rule(NamedTuple):
+    """How two states join: which of them has the larger maximum, and by what the other one shrinks."""
+
+    earlier_R: jax.Array
+    shrink_R: jax.Array
+
+    def values(self, total_RD: jax.Array, part_RD: jax.Array) -> jax.Array:
+        """Joins the weighted values, or any columns of them.
+
+        One of the two is scaled by exactly one, so only the other is multiplied: with two products in the sum, which
+        of them the compiler fuses into the addition would decide the last bit.
+        """
+        earlier_RD = lax.broadcast_in_dim(self.earlier_R, part_RD.shape, (0,))
+        high_RD = jnp.where(earlier_RD, total_RD, part_RD)
+        low_RD = jnp.where(earlier_RD, part_RD, total_RD)
+        return high_RD + low_RD * self.shrink_R[:, None]
+
+
+def merge_sums(total_max_R: jax.Array, total_sum_R: jax.Array, part: State) -> tuple[jax.Array, jax.Array, Rule]:
+    """Adds a later split to the maximum and sum of the earlier ones; the rule then joins the values."""
+    max_R = jnp.maximum(total_max_R, part.max_R)
+    earlier_R = total_max_R >= part.max_R
+    shrink_R = jnp.exp2(jnp.minimum(total_max_R, part.max_R) - _finite(max_R))
+    high_R = jnp.where(earlier_R, total_sum_R, part.sum_R)
+    low_R = jnp.where(earlier_R, part.sum_R, total_sum_R)
+    return max_R, high_R + low_R * shrink_R, Rule(earlier_R, shrink_R)
+
+
 def merge(total: State, part: State) -> State:
-    """Adds a later split's state to the total of the earlier ones.
-
-    One of the two is scaled by exactly one, so only the other is multiplied: with two products in the sum, which of
-    them the compiler fuses into the addition would decide the last bit.
-    """
-    max_R = jnp.maximum(total.max_R, part.max_R)
-    earlier_R = total.max_R >= part.max_R
-    lower_R = jnp.minimum(total.max_R, part.max_R)
-    shrink_R = jnp.exp2(lower_R - _finite(max_R))
-    high_R = jnp.where(earlier_R, total.sum_R, part.sum_R)
-    low_R = jnp.where(earlier_R, part.sum_R, total.sum_R)
-    earlier_RD = lax.broadcast_in_dim(earlier_R, part.acc_RD.shape, (0,))
-    high_RD = jnp.where(earlier_RD, total.acc_RD, part.acc_RD)
-    low_RD = jnp.where(earlier_RD, part.acc_RD, total.acc_RD)
-    return State(max_R, high_R + low_R * shrink_R, high_RD + low_RD * shrink_R[:, None])
+    """Adds a later split's state to the total of the earlier ones."""
+    max_R, sum_R, rule = merge_sums(total.max_R, total.sum_R, part)
+    return State(max_R, sum_R, rule.values(total.acc_RD, part.acc_RD))
 
 
-def finish(total: State) -> jax.Array:
-    """The attention output, bfloat16. Rows that attended to nothing are zero."""
-    some_R = total.sum_R != 0.0
-    scale_R = jnp.where(some_R, 1.0 / jnp.where(some_R, total.sum_R, 1.0), 0.0)
+def finish(sum_R: jax.Array, acc_RD: jax.Array) -> jax.Array:
+    """The attention output of some columns, bfloat16. Rows that attended to nothing are zero."""
+    some_R = sum_R != 0.0
+    scale_R = jnp.where(some_R, 1.0 / jnp.where(some_R, sum_R, 1.0), 0.0)
     # Adding zero turns a negative zero into a positive one: whether a vanished sum kept its sign depends on how many
     # fully masked blocks came after it.
-    return (total.acc_RD * scale_R[:, None] + 0.0).astype(jnp.bfloat16)
+    return (acc_RD * scale_R[:, None] + 0.0).astype(jnp.bfloat16)

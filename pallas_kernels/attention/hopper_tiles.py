@@ -20,6 +20,8 @@ from pallas_kernels.hopper_tools import drain, swizzled
 #: Tokens whose sequence and position a block looks up at once.
 LOOKUP = 128
 NONE = 2**30
+#: Where in the array of neighbouring owners the loader tells the others which sequence comes next.
+PLAN = LOOKUP + 16
 
 
 def tiled_attention(
@@ -45,12 +47,15 @@ def tiled_attention(
     group = H // K
     paged = isinstance(source, Paged)
     split_blocks = schedule.split // B
+    # The earlier splits' values wait here while a split runs: these columns in registers, the others in shared memory.
+    held = min(D, 64)
 
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
         q_TC, k_C, v_C, positions_T, owners_T = (next(names) for _ in range(5))
         table = next(names) if paged else None
-        out_TC, q_smem, k_smem, v_smem, total_smem, lookup, neighbours, plan = (next(names) for _ in range(8))
+        out_TC, q_smem, k_smem, v_smem, lookup, neighbours = (next(names) for _ in range(6))
+        total_smem = next(names) if held < D else None
         looked, q_full, k_full, v_full, v_dirty, v_clean, k_empty, v_empty, planned, taken = (
             next(names) for _ in range(10)
         )
@@ -89,9 +94,9 @@ def tiled_attention(
                 def _() -> None:
                     plgpu.barrier_wait(taken)
 
-                plan[0] = current
-                plan[1] = last
-                plan[2] = lax.rem(first_row, jnp.int32(ROW_STEP))
+                neighbours[PLAN] = current
+                neighbours[PLAN + 1] = last
+                neighbours[PLAN + 2] = lax.rem(first_row, jnp.int32(ROW_STEP))
                 plgpu.barrier_arrive(planned)
 
             def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -143,7 +148,8 @@ def tiled_attention(
         def _compute() -> None:
             if consumers > 1:
                 plgpu.set_max_registers(232, action="increase")
-            q_RD, waiting_RD = q_smem.at[warpgroup], total_smem.at[warpgroup]
+            q_RD = q_smem.at[warpgroup]
+            waiting = total_smem.at[warpgroup] if total_smem is not None else None
             staged = staged_smem.at[warpgroup] if staged_weights else None
             first_row = pl.multiple_of(warpgroup * ROWS, ROWS)
             last_row = first_row + ROWS - 1
@@ -153,16 +159,18 @@ def tiled_attention(
             owner_R = plgpu.load(lookup.at[1, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             inside = first_token + last_row < T
             nothing = softmax.empty_state(D)
-            waiting_RD[...] = nothing.acc_RD
+            held_nothing = nothing.acc_RD[:, :held]
+            if waiting is not None:
+                waiting[...] = nothing.acc_RD[:, held:]
 
             def planned_sequence() -> tuple[jax.Array, ...]:
                 plgpu.barrier_wait(planned)
-                what = plan[0], plan[1], plan[2]
+                what = neighbours[PLAN], neighbours[PLAN + 1], neighbours[PLAN + 2]
                 plgpu.barrier_arrive(taken)
                 return what
 
             def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                current, last, misaligned, done, max_R, sum_R = carry
+                current, last, misaligned, done, *totals = carry
                 blocks = lax.div(last, jnp.int32(B)) + 1
                 limit_R = jnp.where(owner_R == current, position_R, -1)
                 # Where all rows are of this sequence, the blocks before the first row's own need no mask.
@@ -192,34 +200,40 @@ def tiled_attention(
                     plgpu.barrier_arrive(v_empty.at[slot])
                     return state
 
-                def one_split(number: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                def one_split(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     first = number * split_blocks
                     end = jnp.minimum(first + split_blocks, blocks)
                     middle = jnp.minimum(jnp.maximum(first, unmasked), end)
                     part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), nothing)
                     part = lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part)
-                    earlier = State(*total, plgpu.load(waiting_RD, layout=softmax.WGMMA))
-                    merged = softmax.merge(earlier, part)
-                    waiting_RD[...] = merged.acc_RD
-                    return merged.max_R, merged.sum_R
+                    max_R, sum_R, rule = softmax.merge_sums(totals[0], totals[1], part)
+                    if waiting is not None:
+                        stored = plgpu.load(waiting, layout=softmax.WGMMA)
+                        waiting[...] = rule.values(stored, part.acc_RD[:, held:])
+                    return max_R, sum_R, rule.values(totals[2], part.acc_RD[:, :held])
 
                 splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
-                max_R, sum_R = lax.fori_loop(0, splits, one_split, (max_R, sum_R))
+                max_R, sum_R, held_RD = lax.fori_loop(0, splits, one_split, tuple(totals))
                 if not paged:
                     # Such a copy would have read other rows. NaN is refused downstream; a wrong number would not be.
                     sum_R = jnp.where((owner_R == current) & (misaligned > 0), jnp.nan, sum_R)
-                return *planned_sequence(), done + blocks, max_R, sum_R
+                return *planned_sequence(), done + blocks, max_R, sum_R, held_RD
 
-            carry = (*planned_sequence(), jnp.int32(0), nothing.max_R, nothing.sum_R)
-            *_, max_R, sum_R = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
-            total = State(max_R, sum_R, plgpu.load(waiting_RD, layout=softmax.WGMMA))
-            q_RD[...] = softmax.finish(total)
+            carry = (*planned_sequence(), jnp.int32(0), nothing.max_R, nothing.sum_R, held_nothing)
+            *_, sum_R, held_RD = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
+            q_RD[:, :held] = softmax.finish(sum_R, held_RD)
+            if waiting is not None:
+                q_RD[:, held:] = softmax.finish(sum_R, plgpu.load(waiting, layout=softmax.WGMMA))
             plgpu.commit_smem()
             rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
             plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, pl.ds(head * D, D)])
             plgpu.wait_smem_to_gmem(0)
 
     layout = swizzled(D)
+    waiting_columns: tuple[object, ...] = ()
+    if held < D:
+        columns = swizzled(D - held, "float32")
+        waiting_columns = (plgpu.SMEM((consumers, ROWS, D - held), jnp.float32, transforms=columns),)
     staging = (plgpu.SMEM((consumers, ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
     return plgpu.kernel(
         kernel,
@@ -229,15 +243,14 @@ def tiled_attention(
         num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name="isojax_attention_tiles",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
         scratch_types=(
             plgpu.SMEM((consumers, ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM((consumers, ROWS, D), jnp.float32, transforms=swizzled(D, "float32")),
             plgpu.SMEM((2, LOOKUP), jnp.int32),
             plgpu.SMEM((2 * LOOKUP,), jnp.int32),
-            plgpu.SMEM((3,), jnp.int32),
+            *waiting_columns,
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_barriers=consumers),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),

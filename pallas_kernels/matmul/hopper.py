@@ -39,5 +39,10 @@ def choose_tile(T: int, N: int, K: int, leaves: int) -> LargeTile | SmallTile:
     """The tile for these shapes: a table would go here; this is the rule it would refine."""
     depth = next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
     if T <= SMALL_TOKENS:
-        return SmallTile(depth=depth, stages=6)
-    return LargeTile(depth=min(depth, 64))
+        # Few rows of weights leave multiprocessors idle: then two blocks share the leaves of a row.
+        parallel = 2 if leaves > 1 and N <= 4096 and T <= 64 else 1
+        return SmallTile(depth=depth, stages=6 if parallel == 1 else 4, parallel=parallel)
+    if leaves == 1 and N % 256 == 0:
+        return LargeTile(columns=256, stages=4, depth=min(depth, 64))
+    # With eight leaves two levels of waiting sums share the block's memory with the pipeline.
+    return LargeTile(columns=128 if leaves < 8 else 64, depth=min(depth, 64))

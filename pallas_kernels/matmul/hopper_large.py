@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
+from pallas_kernels.hopper_tools import drain, fitting_stages, fold_pairs, sm_count, swizzled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,8 @@ def large_matmul(
     K is cut into ``leaves`` leaves, each one wgmma chain from zero, folded depth first as the declared tree.
     Raises ValueError where K does not divide into whole steps of every leaf.
     """
+    if N % 64:
+        raise ValueError(f"N={N} is not a multiple of 64")
     if K % (leaves * tile.depth):
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     row_tiles = pl.cdiv(T, tile.block_rows * tile.cluster)
@@ -132,7 +134,7 @@ def large_matmul(
             def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
                 row, column = tile_origin(info.index[0])
 
-                def leaf(number: int) -> jax.Array:
+                def leaf(number: jax.Array | int) -> jax.Array:
                     start = carry + number * leaf_steps
 
                     def chain(acc: jax.Ref) -> jax.Array:
@@ -155,7 +157,7 @@ def large_matmul(
                     return pl.run_scoped(chain, plgpu.ACC((tile.rows, tile.columns), jnp.float32))
 
                 waiting = [stash.at[level, warpgroup] for level in range(stashes)]
-                total = fold(leaf, leaves, waiting).astype(out_dtype)
+                total = fold_pairs(leaf, leaves, waiting).astype(out_dtype)
                 if bias_N is not None:
                     where = pl.ds(column + (0 if along_rows else warpgroup * tile.columns), tile.columns)
                     added = plgpu.load(bias_N.at[where], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)

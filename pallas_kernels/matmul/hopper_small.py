@@ -41,6 +41,8 @@ def small_matmul(
     """
     if T % 8 or not 0 < T <= 256:
         raise ValueError(f"T={T} is not a multiple of 8 between 8 and 256")
+    if N % 64:
+        raise ValueError(f"N={N} is not a multiple of 64")
     if K % (leaves * tile.depth):
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     if leaves % tile.parallel:
