@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax
+
 from pallas_kernels.matmul.hopper_large import LargeTile, large_matmul
 from pallas_kernels.matmul.hopper_small import SmallTile, small_matmul
 from pallas_kernels.program import Buffer, Program, Step
@@ -26,13 +30,28 @@ def matmul_program(
     K does not divide into whole steps of every leaf.
     """
     tile = tile or choose_tile(T, N, K, leaves)
-    build = large_matmul if isinstance(tile, LargeTile) else small_matmul
-    kernel = build(T, N, K, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)  # type: ignore[operator]
+    kernel = matmul_kernel(T, N, K, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)
     operands = ("x", "w", "bias") if bias else ("x", "w")
     buffers = {"x": Buffer((T, K), "bfloat16"), "w": Buffer((N, K), "bfloat16"), "out": Buffer((T, N), out_dtype)}
     if bias:
         buffers["bias"] = Buffer((N,), "bfloat16")
     return Program(buffers, operands, ("out",), (Step("matmul", kernel, operands, ("out",)),))
+
+
+def matmul_kernel(
+    T: int,
+    N: int,
+    K: int,
+    *,
+    leaves: int,
+    tile: LargeTile | SmallTile,
+    bias: bool = False,
+    out_dtype: str = "bfloat16",
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """The kernel of the tile's form. With fewer than N weight rows the missing ones count as zero."""
+    if isinstance(tile, LargeTile):
+        return large_matmul(T, N, K, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)
+    return small_matmul(T, N, K, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)
 
 
 def choose_tile(T: int, N: int, K: int, leaves: int) -> LargeTile | SmallTile:
