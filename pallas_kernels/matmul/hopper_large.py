@@ -46,6 +46,19 @@ class LargeTile:
 CONSUMERS = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What a block does with its tile instead of writing it: ``consume(tile, operands, results, row, column)``.
+
+    ``tile`` is one warpgroup's float32 tile, whose first row and column are given; ``operands`` are the kernel's
+    further operands, ``operand_count`` of them, and ``results`` what it writes.
+    """
+
+    consume: Callable[[jax.Array, list[jax.Ref], list[jax.Ref], jax.Array, jax.Array], None]
+    operand_count: int
+    results: tuple[jax.ShapeDtypeStruct, ...]
+
+
 def _tile_order(index: jax.Array, row_tiles: int, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
     """Walks the tiles in bands of ``group`` row tiles, down a band's rows first."""
     band_size = group * column_tiles
@@ -56,11 +69,20 @@ def _tile_order(index: jax.Array, row_tiles: int, column_tiles: int, group: int)
 
 
 def large_matmul(
-    T: int, N: int, K: int, *, leaves: int, bias: bool, out_dtype: str, tile: LargeTile
+    T: int,
+    N: int,
+    K: int,
+    *,
+    leaves: int,
+    bias: bool,
+    out_dtype: str,
+    tile: LargeTile,
+    epilogue: Epilogue | None = None,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands.
 
-    K is cut into ``leaves`` leaves, each one wgmma chain from zero, folded depth first as the declared tree.
+    K is cut into ``leaves`` leaves, each one wgmma chain from zero, folded depth first as the declared tree. With an
+    ``epilogue`` the kernel is ``(x, w, *operands) -> results`` and no tile is written.
     Raises ValueError where K does not divide into whole steps of every leaf.
     """
     if N % 64:
@@ -83,7 +105,9 @@ def large_matmul(
         refs_by_role = iter(refs)
         x_TK, w_NK = next(refs_by_role), next(refs_by_role)
         bias_N = next(refs_by_role) if bias else None
-        out_TN, x_smem, w_smem, out_smem, full, empty = (next(refs_by_role) for _ in range(6))
+        further = [next(refs_by_role) for _ in range(epilogue.operand_count)] if epilogue else []
+        results = [next(refs_by_role) for _ in range(len(epilogue.results) if epilogue else 1)]
+        x_smem, w_smem, out_smem, full, empty = (next(refs_by_role) for _ in range(5))
         stash = next(refs_by_role) if stashes else None
         warpgroup = lax.axis_index("warpgroup")
         member = lax.axis_index("member")
@@ -157,13 +181,18 @@ def large_matmul(
                     return pl.run_scoped(chain, plgpu.ACC((tile.rows, tile.columns), jnp.float32))
 
                 waiting = [stash.at[level, warpgroup] for level in range(stashes)]
-                total = fold_pairs(leaf, leaves, waiting).astype(out_dtype)
-                if bias_N is not None:
-                    where = pl.ds(column + (0 if along_rows else warpgroup * tile.columns), tile.columns)
-                    added = plgpu.load(bias_N.at[where], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-                    total = (total.astype(jnp.float32) + added.astype(jnp.float32)[None, :]).astype(out_dtype)
+                total = fold_pairs(leaf, leaves, waiting)
                 out_row = row + (warpgroup * tile.rows if along_rows else 0)
                 out_column = column + (0 if along_rows else warpgroup * tile.columns)
+                if epilogue is not None:
+                    epilogue.consume(total, further, results, out_row, out_column)
+                    return carry + steps
+                total = total.astype(out_dtype)
+                if bias_N is not None:
+                    added = plgpu.load(
+                        bias_N.at[pl.ds(out_column, tile.columns)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+                    )
+                    total = (total.astype(jnp.float32) + added.astype(jnp.float32)[None, :]).astype(out_dtype)
                 for number, (r, c) in enumerate(
                     itertools.product(range(0, tile.rows, 64), range(0, tile.columns, piece))
                 ):
@@ -171,7 +200,7 @@ def large_matmul(
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     slot[...] = total[r : r + 64, c : c + piece]
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(slot, out_TN.at[pl.ds(out_row + r, 64), pl.ds(out_column + c, piece)])
+                    plgpu.copy_smem_to_gmem(slot, results[0].at[pl.ds(out_row + r, 64), pl.ds(out_column + c, piece)])
                 return carry + steps
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -196,7 +225,7 @@ def large_matmul(
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(tile.columns, "float32")))
     return plgpu.kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
+        out_type=epilogue.results if epilogue else (jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),
         grid_names=("block",),
         cluster=(tile.cluster,),
