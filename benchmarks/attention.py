@@ -24,7 +24,7 @@ def prefill(compiler: Compiler, count: int, length: int, split: int) -> dict[str
     positions = torch.arange(T, device="cuda", dtype=torch.int32) % length
     segments = torch.arange(T, device="cuda", dtype=torch.int32) // length
     layer = torch.zeros((), dtype=torch.int32, device="cuda")
-    program = seal_program("attention", 1, {}, attention_program(T, H, K, D, scale=D**-0.5, split=split))
+    program = seal_program("attention", "1", {}, attention_program(T, H, K, D, scale=D**-0.5, split=split))
     run = Launcher(program, compiler)
     ours, spread = microseconds([lambda: run(q, k, v, positions, segments, layer)], repeats=5)
     batched = [t.view(count, length, -1, D).transpose(1, 2).contiguous() for t in (q, k, v)]
@@ -57,7 +57,7 @@ def decode(compiler: Compiler, count: int, length: int, split: int, page: int = 
     rows = []
     for lanes in (1, None):
         program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split, single=True, lanes=lanes)
-        run = Launcher(seal_program("paged_attention", 1, {}, program), compiler)
+        run = Launcher(seal_program("paged_attention", "1", {}, program), compiler)
         q = _bf16(T, H, D)
         rows.append(microseconds([lambda run=run, q=q: run(q, *caches, table, owner, positions)], repeats=5)[0])
     moved = 2 * count * length * K * D * 2

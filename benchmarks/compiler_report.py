@@ -10,5 +10,5 @@ from pallas_kernels.seal import seal_program
 
 if __name__ == "__main__":
     T, N, K, leaves = (int(value) for value in sys.argv[1:])
-    sealed = seal_program("matmul", 1, {}, matmul_program(T, N, K, leaves=leaves))
+    sealed = seal_program("matmul", "1", {}, matmul_program(T, N, K, leaves=leaves))
     Compiler(torch.device("cuda:0")).compile(sealed.modules[0])

@@ -25,6 +25,7 @@ LARGE = [
     LargeTile(rows=64, columns=256, split="rows", stages=4),
     LargeTile(rows=64, columns=256, split="rows", stages=4, cluster=2),
     LargeTile(rows=64, columns=128, split="columns", stages=6),
+    LargeTile(rows=64, columns=128, split="rows", depth=32, stages=12),
     LargeTile(rows=64, columns=64, split="rows", stages=8),
 ]
 
@@ -46,7 +47,7 @@ def measure(compiler: Compiler, T: int, N: int, K: int, leaves: int) -> list[dic
     for tile in _candidates(T, leaves):
         row: dict[str, Any] = {"T": T, "N": N, "K": K, "leaves": leaves, "tile": repr(tile)}
         try:
-            program = seal_program("matmul", 1, {}, matmul_program(T, N, K, leaves=leaves, tile=tile))
+            program = seal_program("matmul", "1", {}, matmul_program(T, N, K, leaves=leaves, tile=tile))
         except ValueError as error:
             print("skipped", row, str(error)[:200])
             continue

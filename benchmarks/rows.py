@@ -35,7 +35,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = [{"what": "copy", "tb_per_s": bandwidth}]
     for T in (8, 256, 8192):
         for program in _programs(T):
-            run = Launcher(seal_program("rows", 1, {}, program), compiler)
+            run = Launcher(seal_program("rows", "1", {}, program), compiler)
             sets = []
             for _ in range(3 if T > 256 else 1):
                 sets.append(

@@ -52,7 +52,7 @@ class SealedProgram:
     """A region's launches in their fixed order, with every buffer they touch. The bytes say the rest."""
 
     region: str
-    version: int
+    version: str
     constants: tuple[tuple[str, int | float | bool | str], ...]
     buffers: dict[str, Buffer]
     operands: tuple[str, ...]
@@ -82,7 +82,7 @@ def check_sealing_toolchain() -> None:
 
 
 def seal_program(
-    region: str, version: int, constants: Mapping[str, int | float | bool | str], program: Program
+    region: str, version: str, constants: Mapping[str, int | float | bool | str], program: Program
 ) -> SealedProgram:
     """Lowers and seals every step of ``program``. Needs no card. Raises ToolchainMismatch, NotImplementedError."""
     check_sealing_toolchain()

@@ -145,7 +145,7 @@ def _describe(program: SealedProgram) -> dict[str, Any]:
 def _restore(entry: dict[str, Any], folder: Path) -> SealedProgram:
     return SealedProgram(
         region=str(entry["region"]),
-        version=int(entry["version"]),
+        version=str(entry["version"]),
         constants=tuple(sorted((name, _value(bits)) for name, bits in entry["constants"].items())),
         buffers={name: Buffer(tuple(b["shape"]), b["dtype"]) for name, b in sorted(entry["buffers"].items())},
         operands=tuple(entry["operands"]),

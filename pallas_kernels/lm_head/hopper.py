@@ -27,11 +27,23 @@ LANES, TOGETHER = 128, 8
 KernelCall = Callable[..., tuple[jax.Array, ...]]
 
 
+def scaled(logits: jax.Array, temperature: jax.Array) -> jax.Array:
+    """logits / temperature, rounded before anything else uses it.
+
+    The compiler may fuse the product inside of a division into a subtraction that follows, in one kernel and not in
+    another. Adding a zero that it can't know, in integers, keeps the quotient's own rounding.
+    """
+    divisor = lax.broadcast_in_dim(temperature, logits.shape, ())
+    unknown_zero = lax.bitcast_convert_type(divisor - divisor, jnp.int32)
+    quotient = lax.bitcast_convert_type(logits / divisor, jnp.int32)
+    return lax.bitcast_convert_type(quotient + unknown_zero, jnp.float32)
+
+
 def block_sums(
     logits_RB: jax.Array, temperature: jax.Array, first: jax.Array, vocab: int
 ) -> tuple[jax.Array, jax.Array]:
     """Maximum and sum of exp(x - maximum) of one block, x = logits / temperature, without columns past ``vocab``."""
-    scaled_RB = logits_RB / temperature
+    scaled_RB = scaled(logits_RB, temperature)
     column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, BLOCK), 1, layout=plgpu.Layout.WGMMA)
     scaled_RB = jnp.where(column_RB < vocab - first, scaled_RB, -jnp.inf)
     max_R = jnp.max(scaled_RB, axis=1)
@@ -156,8 +168,8 @@ def _normalise_kernel(T: int, V: int, vocab: int) -> KernelCall:
         maximum, log_sum = constants[0, row], constants[1, row]
         # The last chunk ends with the row and overlaps its neighbour, whose equal values it writes again.
         at = jnp.minimum(lax.axis_index("chunk") * chunk, vocab - chunk)
-        scaled = plgpu.load(logits.at[pl.ds(row * V + at, chunk)], layout=lane) / temperature[0]
-        out[pl.ds(row * vocab + at, chunk)] = (scaled - maximum) - log_sum
+        raw = plgpu.load(logits.at[pl.ds(row * V + at, chunk)], layout=lane)
+        out[pl.ds(row * vocab + at, chunk)] = (scaled(raw, temperature[0]) - maximum) - log_sum
 
     return plgpu.kernel(
         kernel,
@@ -229,7 +241,7 @@ def token_log_probs_program(T: int, H: int, weight_rows: int, *, vocab_size: int
         here_RB = column_RB == lax.broadcast_in_dim(target_R - column, (ROWS, BLOCK), (0,))
         sums[block, 0, rows] = max_R
         sums[block, 1, rows] = sum_R
-        sums[block, 2, rows] = jnp.max(jnp.where(here_RB, logits_RB / temperature[0], -jnp.inf), axis=1)
+        sums[block, 2, rows] = jnp.max(jnp.where(here_RB, scaled(logits_RB, temperature[0]), -jnp.inf), axis=1)
 
     sums = jax.ShapeDtypeStruct((V // BLOCK, 3, T), jnp.float32)
     tile = LargeTile(columns=BLOCK, depth=choose_tile(LANES * 2, V, H, 2).depth)

@@ -93,13 +93,14 @@ def large_matmul(
     column_tiles = pl.cdiv(N, tile.block_columns)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
-    # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight a warpgroup.
+    # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
     piece = 128 // jnp.dtype(out_dtype).itemsize
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
     # Registers hold the running leaf and one waiting sum at a 64x128 tile; deeper sums wait in shared memory.
     stashes = max(0, leaves.bit_length() - 2)
     stash_bytes = stashes * CONSUMERS * tile.rows * tile.columns * 4
-    stages = fitting_stages(tile.stages, steps, stage_bytes, CONSUMERS * 2 * 64 * 128 + stash_bytes)
+    slots = 1 if stashes else 2
+    stages = fitting_stages(tile.stages, steps, stage_bytes, CONSUMERS * slots * 64 * 128 + stash_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -196,8 +197,8 @@ def large_matmul(
                 for number, (r, c) in enumerate(
                     itertools.product(range(0, tile.rows, 64), range(0, tile.columns, piece))
                 ):
-                    slot = out_smem.at[warpgroup, number % 2]
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    slot = out_smem.at[warpgroup, number % slots]
+                    plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                     slot[...] = total[r : r + 64, c : c + piece]
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(slot, results[0].at[pl.ds(out_row + r, 64), pl.ds(out_column + c, piece)])
@@ -216,7 +217,7 @@ def large_matmul(
     scratch = [
         plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
-        plgpu.SMEM((CONSUMERS, 2, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
+        plgpu.SMEM((CONSUMERS, slots, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         empty,
     ]

@@ -8,7 +8,7 @@ from pallas_kernels.seal import seal_program
 
 
 def launcher(compiler: Compiler, program: Program) -> Launcher:
-    return Launcher(seal_program("test", 1, {}, program), compiler)
+    return Launcher(seal_program("test", "1", {}, program), compiler)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(compiler, spoil, named):
 
 
 def test_xla_and_torch_give_equal_bits_from_the_same_bytes(compiler):
-    sealed = seal_program("matmul", 1, {}, matmul_program(T, N, K, leaves=4))
+    sealed = seal_program("matmul", "1", {}, matmul_program(T, N, K, leaves=4))
     primitive = Primitive("sealed_matmul_test")
     primitive.def_abstract_eval(lambda x, w: jax.core.ShapedArray((T, N), x.dtype))
     mlir.register_lowering(primitive, lambda ctx, x, w: emit(ctx, sealed, [x, w]), platform="cuda")
@@ -49,6 +49,6 @@ def test_xla_and_torch_give_equal_bits_from_the_same_bytes(compiler):
 
 
 def test_a_damaged_module_is_explained_not_launched(compiler):
-    sealed = seal_program("matmul", 1, {}, matmul_program(T, N, K))
+    sealed = seal_program("matmul", "1", {}, matmul_program(T, N, K))
     with pytest.raises(LaunchRefused, match="null pointer"):
         compiler.compile(dataclasses.replace(sealed.modules[0], module=b"not a module"))
