@@ -1,1 +1,32 @@
 """Regions: JAX primitives with a declared rounding schedule, one folder each."""
+
+from pallas_kernels import counters
+from pallas_kernels.attention import attention, paged_attention
+from pallas_kernels.cast import cast
+from pallas_kernels.lm_head import log_prob_rows, token_log_probs
+from pallas_kernels.matmul import matmul
+from pallas_kernels.qk_norm_rope import qk_norm_rope
+from pallas_kernels.region import REGIONS, Region, Spec, is_region, region_of
+from pallas_kernels.residual_add import residual_add
+from pallas_kernels.rms_norm import add_rms_norm, rms_norm
+from pallas_kernels.swiglu import swiglu
+
+__all__ = [
+    "REGIONS",
+    "Region",
+    "Spec",
+    "add_rms_norm",
+    "attention",
+    "cast",
+    "counters",
+    "is_region",
+    "log_prob_rows",
+    "matmul",
+    "paged_attention",
+    "qk_norm_rope",
+    "region_of",
+    "residual_add",
+    "rms_norm",
+    "swiglu",
+    "token_log_probs",
+]

@@ -1,0 +1,89 @@
+"""Between the rollout protocol and vLLM's requests: seeds and parameters in, tokens and exact log-probabilities out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.batch_view import RECORD
+from isojax.rl.rollout import Completion, Sampling, request_seed
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One sequence to sample: its prompt's index, and its number among that prompt's samples."""
+
+    prompt: int
+    sample: int
+
+    def __str__(self) -> str:
+        """Its name in messages."""
+        return f"prompt {self.prompt}, sample {self.sample}"
+
+    def sampling_params(self, record: int, sampling: Sampling) -> SamplingParams:
+        """vLLM's parameters for it. record: the number by which the engine will ask about it."""
+        given = sampling.seed
+        seed = secrets.randbits(62) if given is None else request_seed(given, self.prompt, self.sample)
+        return sampling_params(
+            record=record,
+            max_tokens=sampling.max_tokens,
+            # The contract's temperature is inside the log-probabilities; vLLM's own is 1, or 0 for greedy.
+            temperature=0.0 if sampling.greedy else 1.0,
+            seed=None if sampling.greedy else seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,
+        )
+
+
+def sampling_params(*, record: int, **fields: Any) -> SamplingParams:
+    """Parameters of a request in tokens only: text never enters, and the stop rule is the caller's."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={RECORD: record},
+        **fields,
+    )
+
+
+def completion_of(
+    request: SampleRequest, output: RequestOutput, weights: str, rows: Mapping[int, np.ndarray] | None
+) -> Completion:
+    """What vLLM returned for a request. vLLM hands fp32 values on as Python floats, which hold them exactly."""
+    sampled = output.outputs[0]
+    tokens = tuple(sampled.token_ids)
+    entries = zip(tokens, sampled.logprobs or (), strict=True)
+    return Completion(
+        prompt_index=request.prompt,
+        prompt_tokens=tuple(output.prompt_token_ids or ()),
+        tokens=tokens,
+        log_probs=np.array([entry[token].logprob for token, entry in entries if entry], np.float32),
+        finish_reason=str(sampled.finish_reason),
+        weight_digest=weights,
+        rows=rows,
+    )
+
+
+def prompt_scores(sequence: Sequence[int], output: RequestOutput) -> np.ndarray:
+    """fp32 log-probability of every token of a prompt but the first."""
+    entries = zip(sequence[1:], (output.prompt_logprobs or [None])[1:], strict=True)
+    return np.array([entry[int(token)].logprob for token, entry in entries if entry], np.float32)
+
+
+def rows_by_request(taken: Mapping[str, Any]) -> dict[int, dict[int, np.ndarray]]:
+    """Rows that `RowTap.take` sent: request's number -> token index -> fp32 [V]."""
+    values = np.frombuffer(taken["rows"], np.float32).reshape(-1, max(taken["width"], 1))
+    rows: dict[int, dict[int, np.ndarray]] = {}
+    for record, index, row in zip(taken["records"], taken["token_indices"], values, strict=True):
+        rows.setdefault(record, {})[index] = row
+    return rows

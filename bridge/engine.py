@@ -1,0 +1,246 @@
+"""VllmEngine: real vLLM behind isojax's rollout protocol, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridge.completions import SampleRequest, completion_of, prompt_scores, rows_by_request, sampling_params
+from bridge.handshake import engine_report, kernel_record
+from bridge.non_finite import Fault
+from bridge.start import EngineOptions, start_vllm, stop_vllm
+from bridge.vllm_api import finish_weight_update, weight_version
+from bridge.weight_sync import WeightSender
+from bridge.weights import check_parameters
+from contracts import EngineReport, ExecutionContract, bits_float, check_kernels, load_contract
+from contracts.errors import EmptyBatch, HandshakeRefused, PromptTooLong, UnsupportedRequest, WeightDigestMismatch
+from isojax.rl.rollout import Completion, Sampling
+from isojax.weights.digest import digest
+from isojax.weights.load import load_policy
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+
+
+class VllmEngine:
+    """Implements `isojax.rl.rollout.RolloutEngine` on an exported policy folder.
+
+    Nothing is sampled before the engine was reported for a handshake (`report`) and given weights (`sync`). It refuses
+    to go on when a sync fails, when the prefix cache cannot be emptied, or when regions ran that the contract lacks.
+    """
+
+    def __init__(self, folder: str | Path, **settings: Any) -> None:
+        """Starts vLLM. settings: fields of `EngineOptions`.
+
+        With `separate_process` the main module must be importable without side effects, since processes are spawned.
+        Raises BadContract, BadConfig, MeshNotClaimed, UnsupportedModel.
+        """
+        self.folder = Path(folder)
+        self.options = EngineOptions.of(settings)
+        self._contract = load_contract(self.folder)
+        self._policy = load_policy(self.folder, self._contract.semantics.parameter_dtype)
+        self._llm = start_vllm(self.folder, self._contract, self.options)
+        self._sender: WeightSender | None = None
+        self._digest: str | None = None
+        self._reported = False
+        self._checked: set[str] = set()
+
+    @property
+    def contract(self) -> ExecutionContract:
+        """The contract in the policy folder, which this engine runs."""
+        return self._contract
+
+    def report(self) -> EngineReport:
+        """What runs, read from the live engine, for `contracts.handshake` on the trainer's side."""
+        self._reported = True
+        return engine_report(self.folder, self._contract, self._llm.llm_engine.vllm_config, self._describe())
+
+    def sync(self, params: Mapping[str, Any]) -> str:
+        """Gives the engine packed parameters through vLLM's weight transfer; returns the digest of what it now holds.
+
+        Raises BadCheckpoint for names, shapes or dtypes that are not the policy's, UnsupportedRequest while requests
+        run, and WeightDigestMismatch if the engine then holds something else or keeps cached keys of the old weights.
+        """
+        check_parameters(params, self._policy)
+        running = self._llm.llm_engine.get_num_unfinished_requests()
+        if running:
+            raise UnsupportedRequest(
+                field="sync",
+                found=f"{running} requests in flight",
+                allowed="none",
+                reason="Their tokens would come from two policies. Let them finish, or abort them.",
+            )
+        expected = digest(params)
+        self._digest = None
+        if self._sender is None:
+            self._sender = WeightSender(self._llm)
+        self._llm.start_weight_update()
+        self._sender.send(params)
+        finish_weight_update(self._llm, expected)
+        held = self._rpc("isojax_weight_digest")
+        if held != expected:
+            raise WeightDigestMismatch(
+                field="weight digest after sync",
+                found=f"engine {held or 'without complete weights'}",
+                allowed=f"trainer's {expected}",
+                reason="The engine does not hold the trainer's weights; it refuses to generate until a sync succeeds.",
+            )
+        self._empty_prefix_cache()
+        self._digest = held
+        return held
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
+        """Samples completions; see `RolloutEngine.generate`. Token ids in, token ids and fp32 log-probabilities out."""
+        weights = self._require_ready()
+        self._check(prompts, sampling)
+        pairs = itertools.product(range(len(prompts)), range(sampling.samples))
+        requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
+        tokens = [list(map(int, prompts[request.prompt])) for request in requests]
+        params = [request.sampling_params(number, sampling) for number, request in enumerate(requests)]
+        if full_rows:
+            self._rpc("isojax_tap_rows", full_rows, secrets.randbits(62) if sampling.seed is None else sampling.seed)
+        try:
+            outputs = self._run(tokens, params)
+            self._refuse_faults(requests)
+            rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows else {}
+        finally:
+            if full_rows:
+                self._rpc("isojax_tap_rows", 0, 0)
+        self._check_served()
+        return [
+            completion_of(request, output, weights, rows.get(number) if full_rows else None)
+            for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
+        ]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Prefill alone: fp32 log-probability of every token but the first, given those before; one array a sequence.
+
+        What the trainer's `policy.log_probs` gives for the same tokens. vLLM reads no prefix cache for such requests.
+        """
+        self._require_ready()
+        self._check(sequences, Sampling(max_tokens=1))
+        params = [
+            sampling_params(record=number, max_tokens=1, temperature=0.0, prompt_logprobs=0)
+            for number in range(len(sequences))
+        ]
+        outputs = self._run([list(map(int, sequence)) for sequence in sequences], params)
+        self._refuse_faults([SampleRequest(number, 0) for number in range(len(sequences))])
+        return [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
+
+    def close(self) -> None:
+        """Stops vLLM and removes the staging file. The engine cannot be used afterwards."""
+        if self._sender is not None:
+            self._sender.close()
+        stop_vllm(self._llm)
+        self._digest = None
+
+    def _run(self, tokens: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+        from vllm.inputs import TokensPrompt
+
+        try:
+            return self._llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in tokens], params, use_tqdm=False)
+        except BaseException:
+            # Also Ctrl-C: nothing may stay in flight, or the next sync could not run.
+            engine = self._llm.llm_engine
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+
+    def _require_ready(self) -> str:
+        if not self._reported:
+            raise HandshakeRefused(
+                field="handshake",
+                found="none",
+                allowed="contracts.handshake(contract, engine.report()) before the first request",
+                reason="Nobody has checked that this engine runs the trainer's contract.",
+            )
+        if self._digest is None:
+            raise WeightDigestMismatch(
+                field="weights",
+                found="no successful sync",
+                allowed="engine.sync(params) first",
+                reason="Whose weights these are has not been checked.",
+            )
+        version = weight_version(self._llm)
+        if version is not None and version != self._digest:
+            raise WeightDigestMismatch(
+                field="weight version in vLLM",
+                found=version,
+                allowed=self._digest,
+                reason="Somebody else has updated this engine's weights since the last sync.",
+            )
+        return self._digest
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        if not len(prompts) or any(not len(prompt) for prompt in prompts):
+            raise EmptyBatch(
+                field="prompts",
+                found=[len(prompt) for prompt in prompts],
+                allowed="at least one prompt, each of at least one token",
+                reason="There is nothing to continue.",
+            )
+        limit = self._llm.llm_engine.vllm_config.model_config.max_model_len - 1
+        for index, prompt in enumerate(prompts):
+            if len(prompt) > limit:
+                raise PromptTooLong(
+                    field=f"prompts[{index}]",
+                    found=f"{len(prompt)} tokens",
+                    allowed=f"at most {limit} tokens",
+                    reason="The context must also hold the first sampled token.",
+                )
+            low, high = min(prompt), max(prompt)
+            if low < 0 or high >= self._contract.model.vocab_size:
+                raise UnsupportedRequest(
+                    field=f"prompts[{index}]",
+                    found=f"token ids from {low} to {high}",
+                    allowed=f"0..{self._contract.model.vocab_size - 1}",
+                    reason="The policy's embedding has no other rows.",
+                )
+        wanted = bits_float(self._contract.semantics.temperature)
+        # The region divides by an fp32 number, so 0.6 means the fp32 number nearest to it.
+        if not sampling.greedy and np.float32(sampling.temperature) != np.float32(wanted):
+            raise UnsupportedRequest(
+                field="temperature",
+                found=sampling.temperature,
+                allowed=f"{wanted}, the contract's (or greedy)",
+                reason="The engine's log-probabilities are log_softmax(logits / T) at that T; export the policy with "
+                "another one.",
+            )
+
+    def _refuse_faults(self, requests: Sequence[SampleRequest]) -> None:
+        faults = [Fault(**fields) for fields in self._rpc("isojax_take_faults")]
+        if not faults:
+            return
+        # The cache holds keys of the rows that failed.
+        self._empty_prefix_cache()
+        first = min(faults, key=lambda fault: (fault.record or 0, fault.position))
+        raise first.error(None if first.record is None else str(requests[first.record]))
+
+    def _empty_prefix_cache(self) -> None:
+        if not self._llm.reset_prefix_cache():
+            self._digest = None
+            raise WeightDigestMismatch(
+                field="prefix cache",
+                found="vLLM refused to empty it",
+                allowed="an empty cache after every change of weights",
+                reason="It would serve keys and values of the old weights.",
+            )
+
+    def _check_served(self) -> None:
+        """Compares the regions that really ran with the contract, the first time that each case has run."""
+        if len(self._checked) == 2:
+            return
+        described = self._describe()
+        new = {case: names for case, names in described["served"].items() if case not in self._checked}
+        check_kernels(self._contract, kernel_record(new), what="served")
+        self._checked |= set(new)
+
+    def _describe(self) -> dict[str, Any]:
+        return self._rpc("isojax_describe")
+
+    def _rpc(self, method: str, *arguments: Any) -> Any:
+        return self._llm.collective_rpc(method, args=arguments)[0]

@@ -1,0 +1,105 @@
+"""Starts and stops vLLM for VllmEngine: its options, its process, its memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contracts.errors import BadConfig
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from contracts import ExecutionContract
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How vLLM is run. None of these changes a bit of a log-probability.
+
+    separate_process: vLLM in processes of its own (spawned), else in this one. max_context: tokens of prompt and
+    completion; 0 takes the policy's own limit. max_step_tokens: tokens of one step; longer prompts are prefilled in
+    chunks. max_sequences: requests run at once. kv_cache_bytes: memory for keys and values. page_size: tokens a page.
+    prefix_cache: reuse of cached prefixes. seed: of vLLM itself; requests without a seed draw fresh ones.
+    """
+
+    separate_process: bool = False
+    max_context: int = 0
+    max_step_tokens: int = 512
+    max_sequences: int = 64
+    kv_cache_bytes: int = 1 << 30
+    page_size: int = 32
+    prefix_cache: bool = True
+    seed: int = 0
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> EngineOptions:
+        """Options from a TOML table or keyword arguments. Raises BadConfig for an unknown name or a wrong type."""
+        known = {field.name: type(field.default) for field in fields(cls)}
+        for name, value in settings.items():
+            if name not in known or type(value) is not known[name]:
+                raise BadConfig(
+                    field=f"engine.settings.{name}",
+                    found=value,
+                    allowed=", ".join(f"{option}: {kind.__name__}" for option, kind in known.items()),
+                    reason="The vLLM engine has no such setting, or another type for it.",
+                )
+        return cls(**settings)
+
+
+def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions) -> LLM:
+    """A running vLLM on the policy folder."""
+    from bridge.arrays import dispatch_synchronously
+
+    dispatch_synchronously()
+    with _environment(
+        VLLM_ENABLE_V1_MULTIPROCESSING="1" if options.separate_process else "0",
+        # Spawned, since a forked process inherits JAX's threads in a state that deadlocks.
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",
+        VLLM_NO_USAGE_STATS="1",
+    ):
+        from vllm import LLM
+
+        return LLM(
+            model=str(folder),
+            # Token ids in, token ids out: the engine never sees text.
+            skip_tokenizer_init=True,
+            dtype=contract.semantics.compute_dtype,
+            max_model_len=options.max_context or contract.model.max_position,
+            max_num_batched_tokens=options.max_step_tokens,
+            max_num_seqs=options.max_sequences,
+            kv_cache_memory_bytes=options.kv_cache_bytes,
+            block_size=options.page_size,
+            enable_prefix_caching=options.prefix_cache,
+            enable_chunked_prefill=True,
+            seed=options.seed,
+        )
+
+
+def stop_vllm(llm: LLM) -> None:
+    """Ends vLLM's processes, or frees what it holds in this one, so that another engine can start."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """vLLM reads some of its settings from the environment alone; the caller's own values come back afterwards."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,170 @@
+"""Prove that a function rounds only inside regions: walk its jaxpr and refuse everything that is not a move."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+from jax.sharding import AbstractMesh, Mesh
+
+from contracts.errors import UncoveredArithmetic
+from isojax.jaxprs import Jaxpr, JaxprEqn, closed_jaxprs, context_of, forward_rule, manual_axes, user_line
+from pallas_kernels.region import is_region, region_of
+
+# Data goes elsewhere and keeps its bits, whatever its dtype. A plain pad writes a given value, so it is a move too.
+MOVES = frozenset(
+    (
+        *("reshape", "transpose", "squeeze", "expand_dims", "rev", "broadcast_in_dim", "copy", "copy_p", "pad"),
+        *("slice", "dynamic_slice", "dynamic_update_slice", "split", "concatenate", "stack", "unstack", "tile"),
+        *("gather", "select_n"),
+        *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pvary", "pcast"),
+        *("sharding_constraint", "optimization_barrier", "stop_gradient"),
+    )
+)
+# Exact on integers and booleans; on floats each of them rounds, compares or reorders.
+INTEGER_ARITHMETIC = frozenset(
+    (
+        *("add", "sub", "mul", "div", "rem", "neg", "abs", "sign", "max", "min", "clamp", "integer_pow", "square"),
+        *("and", "or", "xor", "not", "shift_left", "shift_right_logical", "shift_right_arithmetic"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "convert_element_type", "iota", "axis_index", "dim_as_value"),
+        *("cumsum", "cummax", "cummin", "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"),
+        *("argmax", "argmin", "sort", "scatter", "scatter-add", "population_count", "clz"),
+    )
+)
+# Their own work is control: what they compute is in the jaxprs that they hold.
+_CALLS = frozenset(
+    (
+        *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+        *("custom_jvp_call", "custom_vjp_call", "scan", "while", "cond", "shard_map"),
+    )
+)
+
+
+class RegionCall(NamedTuple):
+    """One call site of a region: its name and the parameters it is called with."""
+
+    region: str
+    parameters: Mapping[str, int | float | bool | str]
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What an audited function is made of. Counts are call sites: a scan's body counts once.
+
+    calls: every call site of a region in program order. moves: sites by primitive, integer arithmetic included.
+    """
+
+    calls: tuple[RegionCall, ...]
+    moves: Mapping[str, int]
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """Region names in program order."""
+        return tuple(call.region for call in self.calls)
+
+    @property
+    def regions(self) -> dict[str, int]:
+        """Call sites by region name."""
+        return dict(Counter(self.sequence))
+
+
+@dataclass
+class _Walk:
+    mesh: Mesh | AbstractMesh | None
+    # Whether forward rules are entered: JAX runs a rule's own custom VJPs in their primal form.
+    forward_rules: bool = True
+    moves: Counter[str] = field(default_factory=Counter)
+    calls: list[RegionCall] = field(default_factory=list)
+
+
+def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | AbstractMesh | None = None) -> AuditReport:
+    """Trace `fn(*args)` and prove that every floating-point operation in it is a region.
+
+    args: arrays, `jax.ShapeDtypeStruct`s or pytrees of them. Scans, loops, branches, remat, jit, shard_map and custom
+    derivatives are entered; of a custom VJP the forward rule is audited as well, since it is what runs under gradients.
+    With a mesh, each region must also lie inside of shard_maps that make every axis of it manual: under automatic
+    sharding XLA would gather the batch in front of a region and compute everything everywhere.
+
+    Raises `UncoveredArithmetic` naming the first offending primitive, its source line, shape and dtype.
+    """
+    walk = _Walk(mesh)
+    _visit(jax.make_jaxpr(fn)(*args).jaxpr, walk, manual=frozenset(), callers=())
+    return AuditReport(tuple(walk.calls), dict(walk.moves))
+
+
+def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[JaxprEqn, ...]) -> None:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        path = (equation, *callers)
+        if is_region(equation.primitive):
+            _check_region(path, walk, manual)
+        elif name in _CALLS:
+            inner = manual | manual_axes(equation) if name == "shard_map" else manual
+            with context_of(equation):
+                for body in closed_jaxprs(equation):
+                    _visit(body, walk, inner, path)
+            if name == "custom_vjp_call" and walk.forward_rules:
+                _visit_forward_rule(path, walk, inner)
+        elif name in MOVES or (name in INTEGER_ARITHMETIC and not _touches_floats(equation)):
+            walk.moves[name] += 1
+        elif name == "convert_element_type" and equation.invars[0].aval.dtype == equation.params["new_dtype"]:
+            # A Python scalar becoming an array of the dtype it already has.
+            walk.moves[name] += 1
+        else:
+            raise _uncovered(path)
+
+
+def _visit_forward_rule(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> None:
+    """Audit what a custom VJP's forward rule computes for its results; its residuals serve the backward alone."""
+    equation = path[0]
+    rule = forward_rule(equation)
+    used = [False] * (len(rule.outvars) - len(equation.outvars)) + [True] * len(equation.outvars)
+    needed, _ = partial_eval.dce_jaxpr(rule, used)
+    # The same regions were counted in the primal body.
+    _visit(needed, _Walk(walk.mesh, forward_rules=False), manual, path)
+
+
+def _check_region(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> None:
+    region = region_of(path[0].primitive)
+    if walk.mesh is not None and (automatic := [axis for axis in walk.mesh.axis_names if axis not in manual]):
+        raise UncoveredArithmetic(
+            field=f"region {region.name}",
+            found=f"mesh axes {automatic} not manual at {_place(path)}",
+            allowed="a shard_map over all mesh axes around every region",
+            reason="Under automatic sharding XLA gathers the whole batch in front of a region.",
+        )
+    walk.calls.append(RegionCall(region.name, dict(path[0].params)))
+
+
+def _touches_floats(equation: JaxprEqn) -> bool:
+    return any(_is_inexact(variable.aval) for variable in (*equation.invars, *equation.outvars))
+
+
+def _is_inexact(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", None)
+    return dtype is None or not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_))
+
+
+def _place(path: tuple[JaxprEqn, ...]) -> str:
+    """Source lines from the operation outwards: a jitted helper is traced once, so its own line may be another's."""
+    lines = dict.fromkeys(line for equation in path if (line := user_line(equation)) is not None)
+    return ", called from ".join(lines) or "an unknown line"
+
+
+def _uncovered(path: tuple[JaxprEqn, ...]) -> UncoveredArithmetic:
+    equation = path[0]
+
+    def types(variables: list[Any]) -> str:
+        return ", ".join(variable.aval.str_short(short_dtypes=False) for variable in variables)
+
+    name = equation.primitive.name
+    cast = " (a cast between dtypes rounds)" if name == "convert_element_type" else ""
+    return UncoveredArithmetic(
+        field=name,
+        found=f"{types(equation.invars)} -> {types(equation.outvars)} at {_place(path)}",
+        allowed="regions, data movement and integer arithmetic",
+        reason=f"Outside of a region its rounding is the compiler's choice{cast}, so two executors may differ.",
+    )

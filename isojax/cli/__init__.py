@@ -1,0 +1,1 @@
+"""The `isojax` command."""

@@ -1,0 +1,24 @@
+"""`isojax export`: a training checkpoint as a policy folder."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from isojax.rl.export_checkpoint import export_checkpoint
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="runs/NAME/checkpoints/STEP, or runs/NAME for its newest"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="POLICY", help="the folder to write; must not exist")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export; 0 when the folder is written."""
+    step, digest = export_checkpoint(arguments.checkpoint, arguments.out)
+    print(f"{arguments.out}: step {step}, weights {digest}")
+    print(f"serve it with: vllm serve {arguments.out}")
+    return 0

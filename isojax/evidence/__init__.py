@@ -1,0 +1,1 @@
+"""Tools that show where two executions part, by how much, and what is proved here."""

@@ -1,0 +1,109 @@
+"""Write a policy as a folder that vLLM, transformers and isojax load: weights, tokenizer, rope table, contract."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from contracts import FILE_NAME, ExecutionContract, save_contract
+from contracts.errors import BadConfig
+from isojax.contract import build_contract
+from isojax.policy.hugging_face import to_hugging_face
+from isojax.policy.policy import Parameters, Policy
+from isojax.weights.load import ROPE_FILE, ROPE_TENSOR
+from isojax.weights.names import unpack
+from isojax.weights.safetensors import INDEX_FILE, SINGLE_FILE, write_tensors
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+
+
+def export_policy(
+    folder: str | Path,
+    policy: Policy,
+    params: Parameters,
+    tokenizer_files: Mapping[str, bytes],
+    *,
+    temperature: float = 1.0,
+    arch: str = "cpu",
+) -> ExecutionContract:
+    """Write the policy folder and return its contract. `isojax.load` of the folder gives the same bits.
+
+    tokenizer_files: by name, from `isojax.weights.tokenizer.tokenizer_files`; empty for a policy without a tokenizer.
+    temperature: the contract's one T. The folder appears whole or not at all: it is written beside its place and
+    renamed; an older policy folder of that name is replaced.
+
+    Raises `BadConfig` where the place is taken by something else, or the parameters are not the policy's, and
+    `UncoveredArithmetic` for a policy with arithmetic outside of its regions.
+    """
+    target = Path(folder)
+    if target.exists() and not (target / FILE_NAME).exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadConfig(
+            field="folder",
+            found=str(target),
+            allowed="a new folder, an empty one or an exported policy",
+            reason="It holds something else, which export would delete.",
+        )
+    _check_parameters(policy, params)
+    contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        _write(partial, policy, params, tokenizer_files)
+        save_contract(contract, partial / FILE_NAME)
+        _replace(target, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return contract
+
+
+def _write(folder: Path, policy: Policy, params: Parameters, tokenizer_files: Mapping[str, bytes]) -> None:
+    config = policy.config
+    _write_json(folder / CONFIG_FILE, to_hugging_face(config, policy.dtype))
+    # vLLM takes default sampling settings from this file: it must hold none, only where generation stops.
+    stop = to_hugging_face(config, policy.dtype)
+    _write_json(
+        folder / GENERATION_FILE, {name: stop[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    )
+    host = {name: np.asarray(jax.device_get(value)) for name, value in params.items()}
+    tensors = dict(unpack(config, host))
+    write_tensors(folder / SINGLE_FILE, tensors)
+    # Without an index vLLM would read every .safetensors file here as weights, the rope table as well.
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    _write_json(
+        folder / INDEX_FILE,
+        {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(tensors), SINGLE_FILE)},
+    )
+    write_tensors(folder / ROPE_FILE, {ROPE_TENSOR: np.asarray(policy.buffers["rope_table"])})
+    for name, content in tokenizer_files.items():
+        (folder / name).write_bytes(content)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(target: Path, partial: Path) -> None:
+    """Put the finished folder in place; an older one goes only after the new one has its name."""
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    if target.exists():
+        os.rename(target, old)
+    os.rename(partial, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_parameters(policy: Policy, params: Parameters) -> None:
+    found = {name: f"{value.dtype}{list(value.shape)}" for name, value in params.items()}
+    expected = {name: f"{shape.dtype}{list(shape.shape)}" for name, shape in policy.parameter_shapes.items()}
+    if found != expected:
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        raise BadConfig(
+            field=f"params[{wrong[0]}]",
+            found=found.get(wrong[0], "missing"),
+            allowed=expected.get(wrong[0], "no such parameter"),
+            reason="The parameters are not this policy's.",
+        )

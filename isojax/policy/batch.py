@@ -1,0 +1,118 @@
+"""A packed batch: sequences of any length laid one after another on a single token axis."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
+
+# T: tokens of the packed batch.
+
+
+class PackedBatch(NamedTuple):
+    """One packed token axis, [T] each. vLLM's flattened batch has the same layout.
+
+    tokens: int32 ids. positions: int32, a token's index in its own sequence; a sequence is contiguous and starts at
+    position 0. segment_ids: int32 index of the sequence in the order given to `pack`, -1 on padding. targets: int32,
+    the next token of the same sequence, 0 where there is none. mask: bool, true where the target is a completion
+    token.
+    Padding rows have token 0, position 0 and segment -1; they attend to themselves only and are inert.
+    """
+
+    tokens: jax.Array | np.ndarray
+    positions: jax.Array | np.ndarray
+    segment_ids: jax.Array | np.ndarray
+    targets: jax.Array | np.ndarray
+    mask: jax.Array | np.ndarray
+
+
+def pack(
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int] | None = None,
+    *,
+    length_multiple: int = 64,
+    shards: int = 1,
+    max_position: int | None = None,
+    vocab_size: int | None = None,
+) -> PackedBatch:
+    """Pack sequences (prompt and completion together) into one batch of T tokens, a multiple of `length_multiple`.
+
+    prompt_lengths: tokens of each sequence that belong to its prompt; its other tokens are the targets that `mask`
+    selects (None: every token but the first is one). shards: number of equal pieces of the token axis; no sequence
+    straddles two of them, so a batch can be split over data-parallel devices; the longest sequences are placed first,
+    each on the emptiest shard. max_position and vocab_size: the policy's limits, checked where given.
+
+    Raises `EmptyBatch` for no sequences or a sequence without tokens, `PromptTooLong` beyond max_position, `BadConfig`
+    for a token id outside of the vocabulary or a prompt length that does not fit its sequence.
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    if not lengths or min(lengths) == 0:
+        raise EmptyBatch(
+            field="sequences",
+            found=lengths,
+            allowed="at least one sequence, each of at least one token",
+            reason="There is nothing to run the policy on.",
+        )
+    if max_position is not None and max(lengths) > max_position:
+        raise PromptTooLong(
+            field=f"sequences[{int(np.argmax(lengths))}]",
+            found=f"{max(lengths)} tokens",
+            allowed=f"at most {max_position} tokens",
+            reason="The policy's rope table ends there.",
+        )
+    prompts = list(prompt_lengths) if prompt_lengths is not None else [1] * len(lengths)
+    if len(prompts) != len(lengths) or any(not 1 <= p <= n for p, n in zip(prompts, lengths, strict=True)):
+        raise BadConfig(
+            field="prompt_lengths",
+            found=prompts,
+            allowed=f"one in 1..length for each of the lengths {lengths}",
+            reason="The first completion token is predicted from the last prompt token.",
+        )
+    placed = _place(lengths, shards)
+    used = max(sum(lengths[index] for index in shard) for shard in placed)
+    shard_length = -(-used // length_multiple) * length_multiple
+    total = shard_length * shards
+    tokens, positions, targets = (np.zeros(total, np.int32) for _ in range(3))
+    segment_ids = np.full(total, -1, np.int32)
+    mask = np.zeros(total, np.bool_)
+    for shard_index, shard in enumerate(placed):
+        start = shard_index * shard_length
+        for index in shard:
+            sequence = np.asarray(sequences[index], np.int32)
+            rows = slice(start, start + len(sequence))
+            tokens[rows] = sequence
+            positions[rows] = np.arange(len(sequence))
+            segment_ids[rows] = index
+            targets[rows.start : rows.stop - 1] = sequence[1:]
+            mask[rows.start + prompts[index] - 1 : rows.stop - 1] = True
+            start = rows.stop
+    if vocab_size is not None and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise BadConfig(
+            field="sequences",
+            found=f"token ids from {tokens.min()} to {tokens.max()}",
+            allowed=f"0..{vocab_size - 1}",
+            reason="The policy's embedding has no other rows.",
+        )
+    return PackedBatch(tokens, positions, segment_ids, targets, mask)
+
+
+def completion_rows(batch: PackedBatch, index: int) -> np.ndarray:
+    """Rows of the token axis whose targets are the completion tokens of sequence `index`, in order; int64."""
+    return np.flatnonzero((np.asarray(batch.segment_ids) == index) & np.asarray(batch.mask))
+
+
+def _place(lengths: Sequence[int], shards: int) -> list[list[int]]:
+    """Sequence indices of each shard; a single shard keeps the given order."""
+    if shards < 1:
+        raise BadConfig(field="shards", found=shards, allowed="an integer above 0", reason="It cuts the token axis.")
+    if shards == 1:
+        return [list(range(len(lengths)))]
+    placed: list[list[int]] = [[] for _ in range(shards)]
+    filled = [0] * shards
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        emptiest = filled.index(min(filled))
+        placed[emptiest].append(index)
+        filled[emptiest] += lengths[index]
+    return [sorted(shard) for shard in placed]

@@ -1,0 +1,141 @@
+"""The dense decoder of the llama and Qwen3 families: one scan over stacked layers, all rounding in regions."""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import pallas_kernels
+from isojax.policy.config import PolicyConfig
+from isojax.policy.embedding import embed
+
+# T: tokens of the packed batch, H: hidden size, L: layers, D: head dimension, I: feed-forward size, V: vocabulary,
+# Q: query elements (heads x D), K: key elements (key heads x D), P: positions of the rope table.
+
+Remat = Literal["none", "layer"]
+
+
+class DenseLayer(nnx.Module):
+    """One decoder layer. As a part of `DensePolicy` its parameters carry a leading layer axis L."""
+
+    def __init__(self, config: PolicyConfig, dtype: jnp.dtype, stack: tuple[int, ...] = ()) -> None:
+        """Allocate zeros; `stack` is () for a single layer or (L,) for all of them."""
+        self.config = config
+        H, I, Q, K, D = (  # noqa: E741
+            config.hidden_size,
+            config.intermediate_size,
+            config.query_size,
+            config.key_size,
+            config.head_dim,
+        )
+
+        def parameter(*shape: int) -> nnx.Param:
+            return nnx.Param(jnp.zeros((*stack, *shape), dtype))
+
+        self.qkv = parameter(Q + 2 * K, H)
+        if config.attention_bias:
+            self.qkv_bias = parameter(Q + 2 * K)
+            self.o_bias = parameter(H)
+        if config.qk_norm:
+            self.q_norm = parameter(D)
+            self.k_norm = parameter(D)
+        self.o = parameter(H, Q)
+        self.post_attention_norm = parameter(H)
+        self.gate_up = parameter(2 * I, H)
+        self.down = parameter(H, I)
+
+    def __call__(
+        self,
+        normed_TH: jax.Array,
+        residual_TH: jax.Array,
+        next_norm_H: jax.Array,
+        cos_sin_TD: jax.Array,
+        positions_T: jax.Array,
+        segment_ids_T: jax.Array,
+        layer: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attention and feed-forward. Takes and returns (normed input, residual stream), both [T, H].
+
+        The input arrives normalised and the layer ends with the norm of the next one, so that each residual add is
+        fused with the norm that follows it: one rounding of the sum, before the variance.
+        """
+        config = self.config
+        qkv = pallas_kernels.matmul(normed_TH, self.qkv[...], self.qkv_bias[...] if config.attention_bias else None)
+        q, k, v = jnp.split(qkv, (config.query_size, config.query_size + config.key_size), axis=1)
+        q, k, v = (x.reshape(x.shape[0], -1, config.head_dim) for x in (q, k, v))
+        q, k = pallas_kernels.qk_norm_rope(
+            q,
+            k,
+            cos_sin_TD,
+            self.q_norm[...] if config.qk_norm else None,
+            self.k_norm[...] if config.qk_norm else None,
+            eps=config.rms_norm_eps,
+        )
+        attended = pallas_kernels.attention(
+            q, k, v, positions_T, segment_ids_T, layer, scale=config.softmax_scale, split=config.attention_split
+        )
+        attended = pallas_kernels.matmul(
+            attended.reshape(attended.shape[0], config.query_size),
+            self.o[...],
+            self.o_bias[...] if config.attention_bias else None,
+            leaves=config.leaves,
+        )
+        normed, residual = pallas_kernels.add_rms_norm(
+            attended, residual_TH, self.post_attention_norm[...], eps=config.rms_norm_eps
+        )
+        gated = pallas_kernels.swiglu(pallas_kernels.matmul(normed, self.gate_up[...]))
+        fed = pallas_kernels.matmul(gated, self.down[...], leaves=config.leaves)
+        return pallas_kernels.add_rms_norm(fed, residual, next_norm_H, eps=config.rms_norm_eps)
+
+
+class DensePolicy(nnx.Module):
+    """Embedding, stacked layers, norms and head. Parameter paths joined by dots are the policy's flat names."""
+
+    def __init__(self, config: PolicyConfig, dtype: jnp.dtype, remat: Remat = "layer") -> None:
+        """Allocate zeros in `dtype`; `remat` "layer" recomputes each layer in the backward, "none" keeps everything."""
+        self.config = config
+        self.remat = remat
+        # A manual mesh axis over which every parameter is cut along axis 1 (fully sharded), if any.
+        self.gather_axis: str | None = None
+        self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
+        self.layers = DenseLayer(config, dtype, (config.num_layers,))
+        # Row l is the input norm of layer l, the last row the final norm.
+        self.norms = nnx.Param(jnp.zeros((config.num_layers + 1, config.hidden_size), dtype))
+        if not config.tied_head:
+            self.lm_head = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
+
+    @property
+    def head_VH(self) -> jax.Array:
+        """The output projection, [V, H]: the embedding itself where the head is tied."""
+        return self._whole(self.embed[...] if self.config.tied_head else self.lm_head[...], axis=1)
+
+    def hidden(
+        self, rope_table_PD: jax.Array, tokens_T: jax.Array, positions_T: jax.Array, segment_ids_T: jax.Array
+    ) -> jax.Array:
+        """Final-normed hidden states [T, H] of a packed batch."""
+        cos_sin_TD = rope_table_PD.at[positions_T].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        residual_TH = embed(self._whole(self.embed[...], axis=1), tokens_T)
+        norms_LH = self._whole(self.norms[...], axis=1)
+        normed_TH = pallas_kernels.rms_norm(residual_TH, norms_LH[0], eps=self.config.rms_norm_eps)
+        definition, stacked = nnx.split(self.layers)
+
+        def body(carry, layer_inputs):  # type: ignore[no-untyped-def]
+            state, next_norm_H, layer = layer_inputs
+            # Gathered here, so that a device holds the whole weights of one layer at a time. The scan took the layer
+            # axis away, so axis 1 is axis 0.
+            decoder_layer = nnx.merge(definition, jax.tree.map(partial(self._whole, axis=0), state))
+            return decoder_layer(*carry, next_norm_H, cos_sin_TD, positions_T, segment_ids_T, layer), None
+
+        if self.remat == "layer":
+            # The scan is a barrier of its own, so common subexpressions can't undo the recomputation.
+            body = jax.checkpoint(body, prevent_cse=False)
+        layers = jnp.arange(self.config.num_layers, dtype=jnp.int32)
+        (normed_TH, _), _ = jax.lax.scan(body, (normed_TH, residual_TH), (stacked, norms_LH[1:], layers))
+        return normed_TH
+
+    def _whole(self, piece: jax.Array, axis: int) -> jax.Array:
+        if self.gather_axis is None:
+            return piece
+        return jax.lax.all_gather(piece, self.gather_axis, axis=axis, tiled=True)

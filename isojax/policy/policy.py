@@ -1,0 +1,185 @@
+"""The facade that trainers, engines and tools use: pure functions over flat parameters, and jitted entry points."""
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import pallas_kernels
+from contracts.errors import BadConfig, EmptyBatch
+from isojax.policy.batch import PackedBatch
+from isojax.policy.config import PolicyConfig
+from isojax.policy.dense import DensePolicy, Remat
+from isojax.policy.rope import rope_table
+from pallas_kernels import counters
+
+# T: tokens, H: hidden size, V: vocabulary, R: selected rows, P: positions, D: head dimension.
+
+Parameters = Mapping[str, jax.Array]
+DTYPES = ("bfloat16", "float32")
+_ROW_BUCKET = 16
+
+
+class Policy:
+    """One policy: its config, its constant buffers and its forward.
+
+    The parameters are a flat dict of packed arrays, layers stacked on axis 0, in the policy's dtype:
+    `parameter_shapes` lists them. `hidden`, `head_rows` and `score` are pure and traceable, which is what the audit,
+    the engine's translator and a training step need; `log_probs` and `log_prob_rows` are jitted.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        dtype: str = "bfloat16",
+        remat: Remat = "layer",
+        rope: np.ndarray | None = None,
+    ) -> None:
+        """Build a policy without parameters.
+
+        dtype: "bfloat16" or "float32", of parameters and activations. remat: "layer" recomputes each layer in the
+        backward, "none" keeps all activations; no bit of the forward depends on it. rope: the shipped fp32 [P, D] table
+        of an exported policy (computed from the config where None). Raises `BadConfig`.
+        """
+        if dtype not in DTYPES:
+            raise BadConfig(
+                field="dtype", found=dtype, allowed=list(DTYPES), reason="The regions are defined for these."
+            )
+        if remat not in ("none", "layer"):
+            raise BadConfig(
+                field="remat", found=remat, allowed=["none", "layer"], reason="A layer is the unit of recomputation."
+            )
+        self.config = config
+        self.dtype = dtype
+        self.remat = remat
+        table = rope_table(config) if rope is None else rope
+        if table.shape != (config.max_position, config.head_dim) or table.dtype != np.float32:
+            raise BadConfig(
+                field="rope_table",
+                found=f"{table.dtype}{list(table.shape)}",
+                allowed=f"float32{[config.max_position, config.head_dim]}",
+                reason="The rotation gathers one row a position.",
+            )
+        self.buffers: dict[str, jax.Array] = {"rope_table": jnp.asarray(table)}
+        abstract = nnx.eval_shape(lambda: DensePolicy(config, jnp.dtype(dtype), remat))
+        self._definition, state = nnx.split(abstract)
+        self.parameter_shapes: dict[str, jax.ShapeDtypeStruct] = {
+            ".".join(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in nnx.to_flat_state(state)
+        }
+
+    def module(self, params: Parameters, gather_axis: str | None = None) -> DensePolicy:
+        """The Flax module that holds these parameters.
+
+        gather_axis: the manual mesh axis over which they are cut, if any (see `isojax.mesh`). Raises `BadConfig` where
+        their names are not the policy's.
+        """
+        if params.keys() != self.parameter_shapes.keys():
+            raise BadConfig(
+                field="params",
+                found=sorted(params),
+                allowed=sorted(self.parameter_shapes),
+                reason="The parameters are not this policy's.",
+            )
+        flat = {tuple(name.split(".")): nnx.Param(value) for name, value in params.items()}
+        module = nnx.merge(self._definition, nnx.from_flat_state(flat))
+        module.gather_axis = gather_axis
+        return module
+
+    def init(self, key: jax.Array, scale: float | None = None) -> dict[str, jax.Array]:
+        """Random parameters: normal matrices of standard deviation `scale` (the config's), unit norms, zero biases."""
+        deviation = self.config.initializer_range if scale is None else scale
+        # On the host, in one stream: a draw in JAX would compile once for every shape.
+        generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+        params = {}
+        for name, shape in self.parameter_shapes.items():
+            if "norm" in name:
+                values = np.ones(shape.shape, np.float32)
+            elif "bias" in name:
+                values = np.zeros(shape.shape, np.float32)
+            else:
+                values = np.float32(deviation) * generator.standard_normal(shape.shape, np.float32)
+            params[name] = jnp.asarray(values.astype(shape.dtype))
+        return params
+
+    def hidden(
+        self,
+        params: Parameters,
+        buffers: Mapping[str, jax.Array],
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+    ) -> jax.Array:
+        """Final-normed hidden states [T, H] of a packed batch (see `PackedBatch`). Pure and traceable."""
+        return self.module(params).hidden(buffers["rope_table"], tokens, positions, segment_ids)
+
+    def head_rows(self, params: Parameters, hidden: jax.Array, temperature: jax.Array | float) -> jax.Array:
+        """log_softmax(logits / temperature) of every row, fp32 [T, V]. Pure; what the engine's compute_logits runs."""
+        head = self.module(params).head_VH
+        return pallas_kernels.log_prob_rows(
+            hidden, head, jnp.asarray(temperature, jnp.float32), vocab_size=self.config.vocab_size
+        )
+
+    def score(
+        self,
+        params: Parameters,
+        buffers: Mapping[str, jax.Array],
+        batch: PackedBatch,
+        temperature: jax.Array | float = 1.0,
+        *,
+        gather_axis: str | None = None,
+    ) -> jax.Array:
+        """Log-probability of `batch.targets` at every row, fp32 [T]. Pure, traceable and differentiable."""
+        module = self.module(params, gather_axis)
+        hidden = module.hidden(buffers["rope_table"], batch.tokens, batch.positions, batch.segment_ids)
+        return pallas_kernels.token_log_probs(
+            hidden,
+            module.head_VH,
+            batch.targets,
+            jnp.asarray(temperature, jnp.float32),
+            vocab_size=self.config.vocab_size,
+        )
+
+    def log_probs(self, params: Parameters, batch: PackedBatch, temperature: float = 1.0) -> jax.Array:
+        """`score`, jitted: fp32 [T], case trainer_score. Rows outside of `batch.mask` are defined but meaningless.
+
+        Raises `EmptyBatch` for a batch without rows.
+        """
+        _check_rows(batch.tokens, "batch.tokens")
+        with counters.case("trainer_score"):
+            return self._score(dict(params), self.buffers, batch, jnp.float32(temperature))
+
+    def log_prob_rows(
+        self, params: Parameters, batch: PackedBatch, rows: np.ndarray, temperature: float = 1.0
+    ) -> jax.Array:
+        """Log-probabilities over the whole vocabulary of the given rows of the batch, fp32 [R, V]; case trainer_score.
+
+        rows: int indices into the token axis. Raises `EmptyBatch` for no rows.
+        """
+        _check_rows(batch.tokens, "batch.tokens")
+        _check_rows(rows, "rows")
+        # Padded by repeating a row, so that few row counts are compiled; a row's bits don't depend on its neighbours.
+        wanted = np.asarray(rows, np.int32)
+        padded = np.pad(wanted, (0, -len(wanted) % _ROW_BUCKET), mode="edge")
+        with counters.case("trainer_score"):
+            return self._rows(dict(params), self.buffers, batch, padded, jnp.float32(temperature))[: len(wanted)]
+
+    @cached_property
+    def _score(self):  # type: ignore[no-untyped-def]
+        return jax.jit(self.score)
+
+    @cached_property
+    def _rows(self):  # type: ignore[no-untyped-def]
+        def rows_of(params, buffers, batch, rows, temperature):  # type: ignore[no-untyped-def]
+            hidden = self.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
+            return self.head_rows(params, hidden[rows], temperature)
+
+        return jax.jit(rows_of)
+
+
+def _check_rows(values: jax.Array | np.ndarray, name: str) -> None:
+    if len(values) == 0:
+        raise EmptyBatch(field=name, found=0, allowed="at least one row", reason="There is nothing to compute.")

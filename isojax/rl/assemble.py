@@ -1,0 +1,128 @@
+"""Builds a run from its configuration: policy, task, exported folder, engine, trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import jax
+
+from contracts import load_contract
+from contracts.errors import BadConfig
+from isojax.export import export_policy
+from isojax.policy.config import PolicyConfig
+from isojax.policy.dense import Remat
+from isojax.policy.policy import Policy
+from isojax.rl.config import Config, PolicySection
+from isojax.rl.optimizer import Parameters
+from isojax.rl.prompts import PromptEncoder, encode_prompts
+from isojax.rl.rollout import open_engine
+from isojax.rl.run_folder import RunFolder
+from isojax.rl.tasks import Task, open_task
+from isojax.rl.trainer import Trainer
+from isojax.weights.load import load
+from isojax.weights.tokenizer import TokenizerFiles, tokenizer_files
+
+PACKAGE = "package:"
+
+
+def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: bool = False) -> Trainer:
+    """A trainer that is ready to run in `folder`, its engine started and synced.
+
+    config_folder: what relative paths and modules of the configuration are relative to. resume: `folder` holds an
+    earlier part of the same run, which is continued. Whatever is wrong with the input is refused before the engine
+    starts.
+    """
+    task = open_task(config.task, config_folder)
+    remat: Remat = "layer" if config.train.remat else "none"
+    if resume:
+        folder.require_same_config(config)
+    else:
+        policy, params, files = open_policy(config.policy, config_folder, remat)
+        export_policy(folder.policy, policy, params, files, temperature=config.rollout.temperature)
+    folder.write_config(config)
+    # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
+    policy, params = load(folder.policy, config.policy.dtype, remat=remat)
+    encoder = PromptEncoder(folder.policy)
+    _require_fitting_prompts(config, policy, task, encoder)
+    stop = config.rollout.stop_token_ids
+    contract = load_contract(folder.policy)
+    engine = open_engine(config.engine.name, folder.policy, **config.engine.settings)
+    try:
+        trainer = Trainer(
+            config,
+            policy=policy,
+            params=params,
+            contract=contract,
+            engine=engine,
+            task=task,
+            encoder=encoder,
+            stop_token_ids=policy.config.eos_token_ids if stop is None else stop,
+            folder=folder,
+        )
+        if resume:
+            trainer.resume()
+    except BaseException:
+        engine.close()
+        raise
+    return trainer
+
+
+def open_policy(
+    section: PolicySection, config_folder: Path, remat: Remat = "none"
+) -> tuple[Policy, Parameters, TokenizerFiles]:
+    """The policy that a configuration names, its starting weights and its tokenizer's files (none for a random one).
+
+    Raises BadConfig for a package without weights, and what `isojax.weights.load` raises.
+    """
+    if section.random is not None:
+        policy = Policy(PolicyConfig.from_hugging_face(section.random), dtype=section.dtype, remat=remat)
+        return policy, policy.init(jax.random.key(section.random_seed)), {}
+    assert section.source is not None
+    source = package_weights(section.source) if section.source.startswith(PACKAGE) else config_folder / section.source
+    policy, params = load(source, section.dtype, remat=remat)
+    return policy, params, tokenizer_files(source)
+
+
+def package_weights(source: str) -> Path:
+    """The one GGUF file in an installed Python package, from `package:NAME`. Raises BadConfig for none or several."""
+    name = source.removeprefix(PACKAGE)
+    specification = importlib.util.find_spec(name)
+    if specification is None or specification.origin is None:
+        raise BadConfig(
+            field="policy.source",
+            found=source,
+            allowed="an installed package, a folder or a .gguf file",
+            reason=f"No package {name!r} is installed here; pip install it first.",
+        )
+    found = sorted(Path(specification.origin).parent.glob("*.gguf"))
+    if len(found) != 1:
+        raise BadConfig(
+            field="policy.source",
+            found=[path.name for path in found],
+            allowed="one .gguf file",
+            reason=f"{Path(specification.origin).parent} does not say which weights are meant.",
+        )
+    return found[0]
+
+
+def _require_fitting_prompts(config: Config, policy: Policy, task: Task, encoder: PromptEncoder) -> None:
+    """Refuse prompts that cannot be run, before an engine is started for them."""
+    # A generated data set may be endless; a few of its prompts show whether its form is right.
+    count = len(task.examples) if isinstance(task.examples, list) else min(len(task.examples), 16)
+    prompts = encode_prompts(
+        encoder,
+        [task.examples[index] for index in range(count)],
+        system=config.task.system,
+        max_tokens=config.rollout.max_tokens,
+        max_position=policy.config.max_position,
+        vocab_size=policy.config.vocab_size,
+    )
+    longest = max(map(len, prompts)) + config.rollout.max_tokens
+    if longest > config.train.micro_batch_tokens:
+        raise BadConfig(
+            field="train.micro_batch_tokens",
+            found=config.train.micro_batch_tokens,
+            allowed=f"at least {longest}",
+            reason="The longest prompt with its completion must fit one micro-batch; a sequence is never cut.",
+        )

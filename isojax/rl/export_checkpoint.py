@@ -1,0 +1,69 @@
+"""A training checkpoint as a policy folder that vLLM serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+
+from contracts import bits_float, load_contract
+from contracts.errors import BadCheckpoint
+from isojax.export import export_policy
+from isojax.rl.checkpoint import Checkpoints
+from isojax.rl.config_file import parse_config
+from isojax.rl.optimizer import build_optimizer, compute_copies, start_state
+from isojax.rl.run_folder import RunFolder
+from isojax.weights.digest import digest
+from isojax.weights.load import load_policy
+from isojax.weights.tokenizer import tokenizer_files
+
+
+def export_checkpoint(checkpoint: Path, out: Path) -> tuple[int, str]:
+    """Write the policy of a checkpoint to `out`; returns its step and the digest of its weights.
+
+    checkpoint: `RUN/checkpoints/STEP`, or `RUN` for the newest. Raises BadCheckpoint if it is not one, is damaged, or
+    does not give the weights that the run recorded, and what `export_policy` raises.
+    """
+    folder, step = _locate(checkpoint)
+    config = parse_config(json.loads(folder.config.read_text(encoding="utf-8")), source=str(folder.config))
+    policy = load_policy(folder.policy, config.policy.dtype)
+    optimizer = build_optimizer(config.optimizer)
+    like = jax.eval_shape(lambda: start_state(optimizer, jax.tree.map(_zeros, policy.parameter_shapes)))
+    checkpoints = Checkpoints(folder.checkpoints)
+    try:
+        state, progress = checkpoints.restore(step, like)
+    finally:
+        checkpoints.close()
+    params = jax.jit(compute_copies, static_argnums=1)(state.master, policy.dtype)
+    if digest(params) != progress.weight_digest:
+        raise BadCheckpoint(
+            field=f"weights of {checkpoint}",
+            found=digest(params),
+            allowed=progress.weight_digest,
+            reason="They are not the weights that the run had after that step.",
+        )
+    temperature = bits_float(load_contract(folder.policy).semantics.temperature)
+    export_policy(out, policy, params, tokenizer_files(folder.policy), temperature=temperature)
+    return step, progress.weight_digest
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.numpy.zeros(shape.shape, shape.dtype)
+
+
+def _locate(checkpoint: Path) -> tuple[RunFolder, int]:
+    if (folder := RunFolder(checkpoint)).config.exists():
+        checkpoints = Checkpoints(folder.checkpoints)
+        step = checkpoints.latest()
+        checkpoints.close()
+        if step is not None:
+            return folder, step
+    elif checkpoint.name.isdigit() and (folder := RunFolder(checkpoint.parent.parent)).config.exists():
+        return folder, int(checkpoint.name)
+    raise BadCheckpoint(
+        field="checkpoint",
+        found=str(checkpoint),
+        allowed="runs/NAME/checkpoints/STEP, or runs/NAME with a checkpoint in it",
+        reason="There is no training checkpoint.",
+    )

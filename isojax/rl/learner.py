@@ -1,0 +1,243 @@
+"""The policy update: gradients accumulated over packed micro-batches, then one optimizer step a minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from contracts.errors import DifferenceFound, NonFiniteLogits
+from isojax.policy.batch import PackedBatch
+from isojax.policy.policy import Policy
+from isojax.rl.config import AlgorithmSection, OptimizerSection
+from isojax.rl.losses import LossInputs, LossParts, grpo_loss, token_weights
+from isojax.rl.mismatch import Mismatch, compare_tokens
+from isojax.rl.optimizer import LearnerState, Parameters, build_optimizer, compute_copies, start_state
+from isojax.rl.packing import MicroBatch, cut
+from isojax.rl.rollout import Completion
+from pallas_kernels import counters
+
+# T: tokens of a packed micro-batch.
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What the updates on one rollout did. Fractions and KL are means over the tokens that the updates saw.
+
+    mismatch: the engine against trainer_fwd, over the tokens of the first minibatch, before any weight moved.
+    gradient_norm: before clipping, the largest of the updates.
+    """
+
+    loss: float
+    policy_kl: float
+    reference_kl: float | None
+    clip_fraction: float
+    first_clip_fraction: float
+    first_ratio_off_one: int
+    gradient_norm: float
+    updates: int
+    mismatch: Mismatch
+
+
+class _Minibatch(NamedTuple):
+    """Accumulated float32 gradients of one minibatch, its loss, parts, and the engine against trainer_fwd."""
+
+    gradients: Parameters
+    loss: float
+    parts: LossParts
+    mismatch: Mismatch
+
+
+class Learner:
+    """Owns the master weights and the optimizer; `params` are the copies that score, sync and the next rollout use."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        params: Parameters,
+        *,
+        optimizer: OptimizerSection,
+        algorithm: AlgorithmSection,
+        temperature: float,
+        micro_batch_tokens: int,
+    ) -> None:
+        self.policy = policy
+        self.algorithm = algorithm
+        self.temperature = temperature
+        self.micro_batch_tokens = micro_batch_tokens
+        self._optimizer = optimizer
+        # Placed explicitly, as a restored checkpoint's arrays are, so that both run the same compiled programs.
+        self.params: Parameters = jax.device_put(dict(params), jax.devices()[0])
+        self.state = start_state(build_optimizer(optimizer), self.params)
+
+    def restore(self, state: LearnerState) -> None:
+        """Continue from a checkpoint's state."""
+        self.state = state
+        self.params = jax.jit(partial(compute_copies, dtype=self.policy.dtype))(state.master)
+
+    def update(
+        self,
+        completions: Sequence[Completion],
+        advantages: np.ndarray,
+        reference_log_probs: Sequence[np.ndarray] | None,
+        *,
+        require_exact: bool,
+    ) -> UpdateResult:
+        """Train on one rollout: `epochs` passes over `minibatches` disjoint parts, one optimizer step each.
+
+        advantages: float32, one a completion. reference_log_probs: float32 arrays, one a completion, or None.
+        Before the first step moves a weight its ratios are checked to be exactly 1 and none clipped.
+        Raises DifferenceFound if they are not and `require_exact`; NonFiniteLogits for a loss or gradient that is NaN
+        or infinite, with the weights as they were.
+        """
+        minibatches: list[_Minibatch] = []
+        norms: list[float] = []
+        for _ in range(self.algorithm.epochs):
+            for indices in np.array_split(np.arange(len(completions)), self.algorithm.minibatches):
+                part = self._minibatch(completions, indices.tolist(), advantages, reference_log_probs)
+                if not minibatches and require_exact:
+                    _require_untouched_ratio(part)
+                norms.append(self._step(part))
+                minibatches.append(part)
+        first = minibatches[0]
+        total = _added([part.parts for part in minibatches])
+        return UpdateResult(
+            loss=float(np.mean([part.loss for part in minibatches])),
+            policy_kl=float(total.policy_kl / total.tokens),
+            reference_kl=None if reference_log_probs is None else float(total.reference_kl / total.tokens),
+            clip_fraction=float(total.clipped / total.tokens),
+            first_clip_fraction=float(first.parts.clipped / first.parts.tokens),
+            first_ratio_off_one=int(first.parts.ratio_off_one),
+            gradient_norm=max(norms),
+            updates=len(norms),
+            mismatch=first.mismatch,
+        )
+
+    def _minibatch(
+        self,
+        completions: Sequence[Completion],
+        indices: list[int],
+        advantages: np.ndarray,
+        reference: Sequence[np.ndarray] | None,
+    ) -> _Minibatch:
+        """Gradients of the completions at `indices`, with the weights as they are now."""
+        weights = dict(zip(indices, token_weights([len(completions[index].tokens) for index in indices]), strict=True))
+        gradients = {name: jnp.zeros(value.shape, jnp.float32) for name, value in self.params.items()}
+        micro_batches = cut(completions, indices, self.micro_batch_tokens)
+        outputs = []
+        with counters.case("trainer_fwd"):
+            for micro in micro_batches:
+                inputs = self._loss_inputs(micro, completions, advantages, weights, reference)
+                gradients, *output = _accumulate_gradients(
+                    self.params,
+                    gradients,
+                    self.policy.buffers,
+                    micro.batch,
+                    inputs,
+                    jnp.float32(self.temperature),
+                    policy=self.policy,
+                    clip=self.algorithm.clip,
+                    kl_weight=self.algorithm.kl_weight,
+                )
+                outputs.append(output)
+        # Fetched after the last micro-batch was sent, so that the device never waits for the host between two.
+        losses, parts, log_probs = zip(*jax.device_get(outputs), strict=True)
+        forward: list[np.ndarray | None] = [None] * len(completions)
+        for micro, log_probs_T in zip(micro_batches, log_probs, strict=True):
+            micro.gather(log_probs_T, forward)
+        return _Minibatch(
+            gradients,
+            float(sum(losses)),
+            _added(parts),
+            compare_tokens(completions, "trainer_fwd", forward),
+        )
+
+    def _loss_inputs(
+        self,
+        micro: MicroBatch,
+        completions: Sequence[Completion],
+        advantages: np.ndarray,
+        weights: dict[int, float],
+        reference: Sequence[np.ndarray] | None,
+    ) -> LossInputs:
+        per_token = [np.ones(len(completion.tokens), np.float32) for completion in completions]
+        return LossInputs(
+            rollout_log_probs=micro.spread([completion.log_probs for completion in completions]),
+            reference_log_probs=None if reference is None else micro.spread(reference),
+            advantages=micro.spread([advantages[index] * ones for index, ones in enumerate(per_token)]),
+            weights=micro.spread([weights.get(index, 0.0) * ones for index, ones in enumerate(per_token)]),
+            mask=micro.spread(per_token),
+        )
+
+    def _step(self, part: _Minibatch) -> float:
+        """One optimizer step; returns the gradient's global norm."""
+        norm = float(_global_norm(part.gradients))
+        for name, value in (("loss", part.loss), ("gradient norm", norm)):
+            if not np.isfinite(value):
+                raise NonFiniteLogits(
+                    field=name, found=value, allowed="a finite number", reason="The update was not applied."
+                )
+        self.state, self.params = _apply_gradients(
+            self.state, part.gradients, optimizer=self._optimizer, dtype=self.policy.dtype
+        )
+        return norm
+
+
+# Functions of the module and not of a learner, so that learners of one policy share what was compiled.
+@partial(jax.jit, static_argnames=("policy", "clip", "kl_weight"), donate_argnames="accumulated")
+def _accumulate_gradients(
+    params: Parameters,
+    accumulated: Parameters,
+    buffers: dict[str, jax.Array],
+    batch: PackedBatch,
+    inputs: LossInputs,
+    temperature: jax.Array,
+    *,
+    policy: Policy,
+    clip: float,
+    kl_weight: float,
+) -> tuple[Parameters, jax.Array, LossParts, jax.Array]:
+    """`accumulated` plus one micro-batch's gradients; its loss, parts and float32 log-probabilities [T]."""
+
+    def loss_of(params: Parameters) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
+        log_probs_T = policy.score(params, buffers, batch, temperature)
+        loss, parts = grpo_loss(log_probs_T, inputs, clip=clip, kl_weight=kl_weight)
+        return loss, (parts, log_probs_T)
+
+    (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+    # Widened before the sum: micro-batches would otherwise be rounded to the policy's dtype one by one.
+    accumulated = {name: accumulated[name] + gradients[name].astype(jnp.float32) for name in accumulated}
+    return accumulated, loss, parts, log_probs_T
+
+
+@partial(jax.jit, static_argnames=("optimizer", "dtype"), donate_argnames=("state", "gradients"))
+def _apply_gradients(
+    state: LearnerState, gradients: Parameters, *, optimizer: OptimizerSection, dtype: str
+) -> tuple[LearnerState, Parameters]:
+    updates, moments = build_optimizer(optimizer).update(gradients, state.optimizer, state.master)
+    master = optax.apply_updates(state.master, updates)
+    return LearnerState(master, moments), compute_copies(master, dtype)
+
+
+def _added(parts: Sequence[LossParts]) -> LossParts:
+    return LossParts(*(float(sum(values)) for values in zip(*parts, strict=True)))
+
+
+_global_norm = jax.jit(optax.tree.norm)
+
+
+def _require_untouched_ratio(part: _Minibatch) -> None:
+    if part.parts.ratio_off_one or part.parts.clipped or not part.mismatch.exact:
+        raise DifferenceFound(
+            field="ratio of the first minibatch after the rollout",
+            found=f"{int(part.parts.ratio_off_one)} of {int(part.parts.tokens)} not exactly 1, "
+            f"{int(part.parts.clipped)} clipped, {part.mismatch.mismatch_tokens} log-probabilities differ",
+            allowed="exactly 1 everywhere, none clipped, none differs",
+            reason=f"The trainer's forward and the engine disagree. First difference: {part.mismatch.first}.",
+        )

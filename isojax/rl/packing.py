@@ -1,0 +1,92 @@
+"""Cuts a rollout into packed micro-batches and carries per-completion values to packed rows and back."""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from contracts.errors import BadConfig
+from isojax.policy.batch import PackedBatch, completion_rows, pack
+from isojax.rl.rollout import Completion
+
+# T: tokens of a packed micro-batch.
+
+SMALLEST_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some completions of a rollout in one packed batch.
+
+    completions: their indices in the rollout. rows: for each, the rows of the batch that predict its tokens, in order.
+    """
+
+    completions: tuple[int, ...]
+    batch: PackedBatch
+    rows: tuple[np.ndarray, ...]
+
+    def spread(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """float32 [T]: at each row that predicts a sampled token its value; 0 elsewhere.
+
+        values: one array a completion of the whole rollout, one number a token.
+        """
+        packed_T = np.zeros(len(self.batch.tokens), np.float32)
+        for completion, rows in zip(self.completions, self.rows, strict=True):
+            packed_T[rows] = values[completion]
+        return packed_T
+
+    def gather(self, packed_T: np.ndarray, into: MutableSequence[Any]) -> None:
+        """The inverse of `spread`: put each completion's own values into `into`, at its index in the rollout."""
+        for completion, rows in zip(self.completions, self.rows, strict=True):
+            into[completion] = packed_T[rows]
+
+
+def cut(completions: Sequence[Completion], indices: Sequence[int], capacity: int) -> list[MicroBatch]:
+    """Micro-batches of at most `capacity` tokens with the completions at `indices`, each of them whole.
+
+    First fit in the given order. Batches are padded to `capacity` halved as often as their content allows, so that only
+    a handful of lengths is ever compiled. Raises BadConfig if one sequence is longer than `capacity`.
+    """
+    contents: list[list[int]] = []
+    used: list[int] = []
+    for index in indices:
+        length = len(completions[index].prompt_tokens) + len(completions[index].tokens)
+        if length > capacity:
+            raise BadConfig(
+                field="train.micro_batch_tokens",
+                found=capacity,
+                allowed=f"at least {length}",
+                reason=f"Completion {index} with its prompt has {length} tokens, and a sequence is never cut.",
+            )
+        place = next((number for number, tokens in enumerate(used) if tokens + length <= capacity), None)
+        if place is None:
+            contents.append([])
+            used.append(0)
+            place = len(used) - 1
+        contents[place].append(index)
+        used[place] += length
+    return [
+        _micro_batch(completions, content, padded_length(tokens, capacity))
+        for content, tokens in zip(contents, used, strict=True)
+    ]
+
+
+def padded_length(tokens: int, capacity: int) -> int:
+    """`capacity` halved while it stays even, holds `tokens` and is at least SMALLEST_LENGTH."""
+    length = capacity
+    while length % 2 == 0 and length // 2 >= max(tokens, SMALLEST_LENGTH):
+        length //= 2
+    return length
+
+
+def _micro_batch(completions: Sequence[Completion], content: list[int], length: int) -> MicroBatch:
+    chosen = [completions[index] for index in content]
+    batch = pack(
+        [completion.prompt_tokens + completion.tokens for completion in chosen],
+        [len(completion.prompt_tokens) for completion in chosen],
+        length_multiple=length,
+    )
+    return MicroBatch(tuple(content), batch, tuple(completion_rows(batch, number) for number in range(len(chosen))))

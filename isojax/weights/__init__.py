@@ -1,0 +1,1 @@
+"""Weights: reading checkpoints, packed names, tokenizers, digests."""

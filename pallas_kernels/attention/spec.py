@@ -1,0 +1,49 @@
+"""What the two attention regions compute, how they round and what can go wrong."""
+
+from pallas_kernels.region import Spec
+from pallas_kernels.rounding import LANES
+
+# Queries that share the reading of keys. Neutral for the bits, as the matmul's row tiles are: a lone query, as in
+# decoding, takes a tile of its own.
+QUERY_TILE = 32
+BLOCK = 128
+
+_CONSTANTS: dict[str, int | float | str] = {
+    "cpu_query_tile": QUERY_TILE,
+    "cpu_block": BLOCK,
+    "cpu_lanes": LANES,
+    "cpu_exp": "xla:cpu",
+}
+_ROUNDING = (
+    "a score is a fused multiply-add chain over the head dimension, then a product with scale",
+    "weights, sums and products are fp32, each rounded on its own",
+    "blocks of 128 keys are aligned at absolute position 0; splits have `split` keys",
+    "online softmax inside a split; a split starts from its own first block",
+    "the first split initialises, later ones merge in ascending order; never a lazy rescale",
+    "the weights of a block sum in 64 lanes, then in halves, before they are rounded",
+    "weights are rounded to the operand's dtype for the product with V, a fused multiply-add chain over the block",
+    "one division by the sum and one round at the end",
+)
+_HAZARDS = (
+    "0 x NaN from values behind a row's length: keys and values there are zeroed",
+    "a fully masked block that moves a bit: every update is selected a row",
+    "a query tile, split count or block chosen by the batch that moves a bit",
+    "page size",
+)
+
+SPEC = Spec(
+    version="1",
+    operations=("causal softmax(q k^T * scale) v inside each packed segment",),
+    rounding=_ROUNDING,
+    constants=_CONSTANTS,
+    hazards=_HAZARDS,
+    cases=("trainer_fwd", "trainer_score"),
+)
+PAGED_SPEC = Spec(
+    version="1",
+    operations=("causal softmax(q k^T * scale) v over each request's pages",),
+    rounding=_ROUNDING,
+    constants=_CONSTANTS,
+    hazards=_HAZARDS,
+    cases=("engine_prefill", "engine_decode"),
+)

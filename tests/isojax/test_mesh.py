@@ -1,0 +1,66 @@
+"""A policy that is cut over devices gives the bits of one device; any other mesh is refused before it compiles."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from policy_samples import tiny_policy
+
+from contracts.errors import MeshNotClaimed
+from isojax import build_contract, mesh_degrees, score_on_mesh
+from isojax.mesh import PROVED_DEGREES
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, str(HERE / "mesh_gate.py")], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_sharded_policy_equals_one_device(measured: dict) -> None:
+    alone = measured["dp=1"]["sequence"]
+    for name, found in measured.items():
+        degrees = [int(part.partition("=")[2]) for part in name.split(",")]
+        assert found["devices"] == int(np.prod(degrees)), name
+        assert found["rows"] > 100
+        assert found["different"] == 0, name
+        assert found["sequence"] == alone, f"{name} runs other regions"
+        assert (found["gathers"] > 0) == ("fsdp" in name)
+    for axis in ("dp", "fsdp"):
+        assert {f"{axis}={degree}" for degree in PROVED_DEGREES[1:]} <= measured.keys()
+
+
+@pytest.mark.slow
+def test_gradients_of_a_sharded_policy_are_whole(measured: dict) -> None:
+    # Summed over devices in another order and in bf16: equal in size, not in bits.
+    assert measured["dp=2,fsdp=4"]["gradient_error"] < 0.05
+
+
+def test_a_mesh_outside_of_the_claims_is_refused() -> None:
+    policy, _ = tiny_policy()
+    contract = build_contract(policy, tokenizer={})
+
+    def mesh(**degrees: int) -> AbstractMesh:
+        return AbstractMesh(tuple(degrees.values()), tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees))
+
+    assert mesh_degrees(mesh(dp=2, fsdp=4)) == {"dp": 2, "fsdp": 4}
+    with pytest.raises(MeshNotClaimed, match=r"mesh\.x"):
+        mesh_degrees(mesh(x=2))
+    for degrees in ({"tp": 2}, {"dp": 16}, {"dp": 3}, {"pp": 2}):
+        with pytest.raises(MeshNotClaimed):
+            score_on_mesh(policy, mesh(**degrees), contract)
+    one = Mesh(np.array(jax.devices()[:1]), ("dp",))
+    assert callable(score_on_mesh(policy, one, contract))

