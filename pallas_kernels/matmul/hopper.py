@@ -58,9 +58,10 @@ def choose_tile(T: int, N: int, K: int, leaves: int) -> LargeTile | SmallTile:
     """The tile for these shapes: a table would go here; this is the rule it would refine."""
     depth = next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
     if T <= SMALL_TOKENS:
-        # Few rows of weights leave multiprocessors idle: then two blocks share the leaves of a row.
-        parallel = 2 if leaves > 1 and N <= 4096 and T <= 64 else 1
-        return SmallTile(depth=depth, stages=6 if parallel == 1 else 4, parallel=parallel)
+        # At the fewest tokens too few blocks stream the weights: then two blocks share the leaves of a row.
+        if leaves > 1 and T <= 32:
+            return SmallTile(warpgroups=1 if N <= 4096 else 2, depth=depth, stages=4, parallel=2)
+        return SmallTile(depth=depth, stages=6)
     if leaves == 1 and N % 256 == 0:
         return LargeTile(columns=256, stages=4, depth=min(depth, 64))
     # With eight leaves two levels of waiting sums share the block's memory with the pipeline.
