@@ -94,3 +94,11 @@ class EmptyBatch(Refusal):
 
 class NonFiniteLogits(Refusal):
     """NaN or infinity in a row of logits."""
+
+
+class BadBundle(Refusal):
+    """A kernel bundle that is damaged, truncated, foreign or of another version."""
+
+
+class LaunchRefused(Refusal):
+    """A kernel launch whose buffers do not fit the kernel's manifest, or a kernel that did not compile."""

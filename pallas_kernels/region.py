@@ -173,7 +173,16 @@ def _make_primitive(region: Region) -> Primitive:
 
     def refuse(context: Any, *operands: Any, **parameters: Parameter) -> Any:
         platforms = ", ".join(context.module_context.platforms)
-        raise NotImplementedError(f"region {region.name} has no form for platform {platforms}; it has one for cpu")
+        raise NotImplementedError(
+            f"region {region.name} has no form for platform {platforms}; it has one for cpu and cuda"
+        )
+
+    def lower_on_cuda(context: Any, *operands: Any, **parameters: Parameter) -> Any:
+        # Imported here: a CPU-only process needs no kernel for a card.
+        from pallas_kernels import hopper_regions
+
+        counters.record_installed(region.name)
+        return hopper_regions.lower_on_cuda(region, context, operands, parameters)
 
     def batch(operands: Sequence[jax.Array], axes: Sequence[int | None], **parameters: Parameter) -> Any:
         # One member after the other: a batched region would have other tiles, and so other bits.
@@ -194,6 +203,7 @@ def _make_primitive(region: Region) -> Primitive:
         return results, [0] * len(results)
 
     mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
+    mlir.register_lowering(primitive, lower_on_cuda, platform="cuda")
     mlir.register_lowering(primitive, refuse)
     batching.primitive_batchers[primitive] = batch
     return primitive

@@ -1,0 +1,92 @@
+"""The attention regions on sm90: which kernels run, over which buffers."""
+
+# Dimension letters: T tokens, H query heads, K key heads, D head size.
+
+from __future__ import annotations
+
+from pallas_kernels.attention.hopper_decode import combine_splits, decode_attention
+from pallas_kernels.attention.hopper_softmax import Schedule
+from pallas_kernels.attention.hopper_source import Packed, Paged
+from pallas_kernels.attention.hopper_tiles import tiled_attention
+from pallas_kernels.hopper_tools import sm_count
+from pallas_kernels.program import Buffer, Program, Step
+
+
+def attention_program(
+    T: int, H: int, K: int, D: int, *, scale: float, split: int, staged_weights: bool = False
+) -> Program:
+    """``(q [T, H, D], k [T, K, D], v [T, K, D], positions [T], segment_ids [T], layer) -> out [T, H, D]``.
+
+    Sequences are contiguous and each starts at a row that is a multiple of 8; rows of one that does not become NaN.
+    Rows of segment -1 are padding and become zero. ``layer`` is not read: it only names the layer.
+    """
+    schedule = Schedule(D, split, scale)
+    kernel = tiled_attention(T, H, K, schedule, Packed(schedule.block), staged_weights=staged_weights)
+    buffers = {"q": Buffer((T, H, D), "bfloat16"), "out": Buffer((T, H, D), "bfloat16")}
+    buffers |= dict.fromkeys(("k", "v"), Buffer((T, K, D), "bfloat16"))
+    buffers |= dict.fromkeys(("positions", "segment_ids"), Buffer((T,), "int32"))
+    buffers["layer"] = Buffer((), "int32")
+    read = ("q", "k", "v", "positions", "segment_ids")
+    views = {"q": (T, H * D), "out": (T, H * D), "k": (T, K * D), "v": (T, K * D)}
+    return Program(buffers, (*read, "layer"), ("out",), (Step("attention", kernel, read, ("out",), views),))
+
+
+def paged_attention_program(
+    T: int,
+    H: int,
+    K: int,
+    D: int,
+    *,
+    pages: int,
+    page: int,
+    requests: int,
+    request_pages: int,
+    scale: float,
+    split: int,
+    single: bool = False,
+    lanes: int | None = None,
+    staged_weights: bool = False,
+) -> Program:
+    """``(q, k_cache, v_cache, block_table, request_of_token, positions) -> out``, bit for bit as `attention_program`.
+
+    q and out are [T, H, D], the caches [pages, page, K, D], the table [requests, request_pages], the others [T], int32;
+    a padding token's request is -1. ``single`` promises that no request has two tokens, as in a decode step: then
+    ``lanes`` blocks share the splits of a token. Neither moves a bit.
+    """
+    schedule = Schedule(D, split, scale)
+    source = Paged(schedule.block, page)
+    splits = -(-request_pages * page // split)
+    if lanes is None:
+        lanes = max(1, min(splits, 2 * sm_count() // (T * K)))
+    buffers = {"q": Buffer((T, H, D), "bfloat16"), "out": Buffer((T, H, D), "bfloat16")}
+    buffers |= dict.fromkeys(("k_cache", "v_cache"), Buffer((pages, page, K, D), "bfloat16"))
+    buffers |= dict.fromkeys(("request_of_token", "positions"), Buffer((T,), "int32"))
+    buffers["block_table"] = Buffer((requests, request_pages), "int32")
+    caches = dict.fromkeys(("k_cache", "v_cache"), (pages * page, K * D))
+    by_head = {**caches, "q": (T * H, D), "out": (T * H, D)}
+    read = ("q", "k_cache", "v_cache", "positions", "request_of_token", "block_table")
+    operands = ("q", "k_cache", "v_cache", "block_table", "request_of_token", "positions")
+
+    def decode(lanes: int, tiled: bool):  # type: ignore[no-untyped-def]
+        options = {"lanes": lanes, "tiled": tiled, "staged_weights": staged_weights}
+        return decode_attention(T, H, K, schedule, source, splits, **options)
+
+    if single and lanes == 1:
+        return Program(buffers, operands, ("out",), (Step("decode", decode(1, False), read, ("out",), by_head),))
+    if single:
+        buffers["acc"] = Buffer((T * splits * H, D), "float32")
+        buffers["stats"] = Buffer((T * splits * K, 2, 64), "float32")
+        combine = combine_splits(T, H, K, schedule, splits)
+        steps = (
+            Step("decode", decode(lanes, False), read, ("acc", "stats"), by_head),
+            Step("combine", combine, ("acc", "stats", "positions", "request_of_token"), ("out",), by_head),
+        )
+        return Program(buffers, operands, ("out",), steps)
+    buffers["tiled"] = Buffer((T, H, D), "bfloat16")
+    tiles = tiled_attention(T, H, K, schedule, source, single_tokens=False, staged_weights=staged_weights)
+    by_token = {**caches, "q": (T, H * D), "tiled": (T, H * D)}
+    steps = (
+        Step("tiles", tiles, read, ("tiled",), by_token),
+        Step("decode", decode(1, True), (*read, "tiled"), ("out",), {**by_head, "tiled": (T * H, D)}),
+    )
+    return Program(buffers, operands, ("out",), steps)

@@ -1,0 +1,266 @@
+"""Attention for many query tokens on sm90: a block takes neighbouring tokens of one head and walks their keys."""
+
+# Dimension letters: T tokens, H query heads, K key heads, D head size, R rows of a warpgroup, B positions of a block.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention import hopper_softmax as softmax
+from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
+from pallas_kernels.attention.hopper_source import ROW_STEP, Packed, Paged, zero_rows
+from pallas_kernels.hopper_tools import drain, swizzled
+
+#: Tokens whose sequence and position a block looks up at once.
+LOOKUP = 128
+NONE = 2**30
+#: Where in the array of neighbouring owners the loader tells the others which sequence comes next.
+PLAN = LOOKUP + 16
+
+
+def tiled_attention(
+    T: int,
+    H: int,
+    K: int,
+    schedule: Schedule,
+    source: Packed | Paged,
+    *,
+    single_tokens: bool = True,
+    stages: int = 2,
+    staged_weights: bool = False,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the kernel ``(q [T, H*D], k, v, positions [T], owners [T][, block_table]) -> out [T, H*D]``.
+
+    ``owners`` says whose token a row is: with packed keys the segment id, else the request; below zero it is padding,
+    which attends to nothing and gives zeros. A sequence's tokens are contiguous in the batch. Without ``single_tokens``
+    sequences that have only one token in the batch are left at zero: another kernel takes them.
+    """
+    D, B = schedule.D, schedule.block
+    consumers = 2 if D <= 128 else 1
+    tile = ROWS * consumers
+    group = H // K
+    paged = isinstance(source, Paged)
+    split_blocks = schedule.split // B
+    # The earlier splits' values wait here while a split runs: these columns in registers, the others in shared memory.
+    held = min(D, 64)
+
+    def kernel(*refs: jax.Ref) -> None:
+        names = iter(refs)
+        q_TC, k_C, v_C, positions_T, owners_T = (next(names) for _ in range(5))
+        table = next(names) if paged else None
+        out_TC, q_smem, k_smem, v_smem, lookup, neighbours = (next(names) for _ in range(6))
+        total_smem = next(names) if held < D else None
+        looked, q_full, k_full, v_full, v_dirty, v_clean, k_empty, v_empty, planned, taken = (
+            next(names) for _ in range(10)
+        )
+        staged_smem = next(names, None)
+        warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
+        first_token = lax.axis_index("tile") * tile
+
+        @pl.when(warpgroup == consumers)
+        def _load() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+            columns = pl.ds(lax.div(head, jnp.int32(group)) * D, D)
+            plgpu.copy_gmem_to_smem(positions_T.at[pl.ds(first_token, LOOKUP)], lookup.at[0], looked)
+            plgpu.copy_gmem_to_smem(owners_T.at[pl.ds(first_token, LOOKUP)], lookup.at[1], looked)
+            for number in range(consumers):
+                rows = pl.ds(first_token + number * ROWS, ROWS)
+                plgpu.copy_gmem_to_smem(q_TC.at[rows, pl.ds(head * D, D)], q_smem.at[number], q_full.at[number])
+            plgpu.barrier_wait(looked)
+            lane = plgpu.Layout.WG_STRIDED((LOOKUP,), vec_size=1)
+            index = plgpu.broadcasted_iota(jnp.int32, (LOOKUP,), 0, layout=lane)
+            position, owner = (plgpu.load(lookup.at[row], layout=lane) for row in range(2))
+            mine = (owner >= 0) & (index < tile) & (index + first_token < T)
+            if not single_tokens:
+                neighbours[pl.ds(1, LOOKUP)] = owner
+                neighbours[0] = owners_T[jnp.maximum(first_token - 1, 0)]
+                neighbours[LOOKUP + 1] = owners_T[jnp.minimum(first_token + LOOKUP, T - 1)]
+                before, after = (plgpu.load(neighbours.at[pl.ds(at, LOOKUP)], layout=lane) for at in (0, 2))
+                starts = (index + first_token == 0) | (before != owner)
+                ends = (index + first_token == T - 1) | (after != owner)
+                mine = mine & (jnp.where(starts & ends, 1, 0) == 0)
+
+            def following(previous: jax.Array) -> jax.Array:
+                return -jnp.max(jnp.where(mine & (owner > previous), -owner, -NONE))
+
+            def publish(number: jax.Array, current: jax.Array, last: jax.Array, first_row: jax.Array) -> None:
+                @pl.when(number > 0)
+                def _() -> None:
+                    plgpu.barrier_wait(taken)
+
+                neighbours[PLAN] = current
+                neighbours[PLAN + 1] = last
+                neighbours[PLAN + 2] = lax.rem(first_row, jnp.int32(ROW_STEP))
+                plgpu.barrier_arrive(planned)
+
+            def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                number, current, done = carry
+                here = mine & (owner == current)
+                last = jnp.max(jnp.where(here, position, -1))
+                # With packed keys position 0 is in the batch, as many rows back as the position says.
+                first_row = first_token + jnp.max(jnp.where(here, index - position, -NONE))
+                publish(number, current, last, first_row)
+                blocks = lax.div(last, jnp.int32(B)) + 1
+
+                def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
+                    slot = lax.rem(done, jnp.int32(stages))
+                    rows = source.rows(table, current, first_row, block * B, last)
+
+                    @pl.when(done >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(k_empty.at[slot])
+
+                    source.load(k_C, rows, columns, k_smem.at[slot], k_full.at[slot])
+
+                    @pl.when(done >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_empty.at[slot])
+
+                    @pl.when(block < blocks - 1)
+                    def _() -> None:
+                        source.load(v_C, rows, columns, v_smem.at[slot], v_full.at[slot])
+
+                    @pl.when(block == blocks - 1)
+                    def _() -> None:
+                        source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
+                        plgpu.barrier_wait(v_dirty)
+                        zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
+                        plgpu.barrier_arrive(v_clean.at[slot])
+
+                    return done + 1
+
+                return number + 1, following(current), lax.fori_loop(0, blocks, one_block, done)
+
+            start = (jnp.int32(0), following(jnp.int32(-1)), jnp.int32(0))
+            number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
+            publish(number, jnp.int32(NONE), jnp.int32(0), jnp.int32(0))
+            plgpu.barrier_wait(taken)
+            drain(k_empty, stages, done)
+            drain(v_empty, stages, done)
+
+        @pl.when(warpgroup < consumers)
+        def _compute() -> None:
+            if consumers > 1:
+                plgpu.set_max_registers(232, action="increase")
+            q_RD = q_smem.at[warpgroup]
+            waiting = total_smem.at[warpgroup] if total_smem is not None else None
+            staged = staged_smem.at[warpgroup] if staged_weights else None
+            first_row = pl.multiple_of(warpgroup * ROWS, ROWS)
+            last_row = first_row + ROWS - 1
+            plgpu.barrier_wait(looked)
+            plgpu.barrier_wait(q_full.at[warpgroup])
+            position_R = plgpu.load(lookup.at[0, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
+            owner_R = plgpu.load(lookup.at[1, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
+            inside = first_token + last_row < T
+            nothing = softmax.empty_state(D)
+            held_nothing = nothing.acc_RD[:, :held]
+            if waiting is not None:
+                waiting[...] = nothing.acc_RD[:, held:]
+
+            def planned_sequence() -> tuple[jax.Array, ...]:
+                plgpu.barrier_wait(planned)
+                what = neighbours[PLAN], neighbours[PLAN + 1], neighbours[PLAN + 2]
+                plgpu.barrier_arrive(taken)
+                return what
+
+            def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                current, last, misaligned, done, *totals = carry
+                blocks = lax.div(last, jnp.int32(B)) + 1
+                limit_R = jnp.where(owner_R == current, position_R, -1)
+                # Where all rows are of this sequence, the blocks before the first row's own need no mask.
+                alone = inside & (lookup[1, first_row] == current) & (lookup[1, last_row] == current)
+                unmasked = jnp.where(alone, lax.div(lookup[0, first_row] + 1, jnp.int32(B)), 0)
+
+                def one_block(block: jax.Array, state: State, masked: bool) -> State:
+                    slot = lax.rem(done + block, jnp.int32(stages))
+                    plgpu.barrier_wait(k_full.at[slot])
+                    raw_RB = softmax.scores(q_RD, k_smem.at[slot], B)
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    if masked:
+                        column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
+                        limit_RB = lax.broadcast_in_dim(limit_R - block * B, (ROWS, B), (0,))
+                        raw_RB = jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
+                    state, weights = softmax.weigh(state, raw_RB, schedule.exponent_scale)
+
+                    @pl.when(block < blocks - 1)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_full.at[slot])
+
+                    @pl.when(block == blocks - 1)
+                    def _() -> None:
+                        plgpu.barrier_wait(v_clean.at[slot])
+
+                    state = softmax.accumulate(state, weights, v_smem.at[slot], D, staged)
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    return state
+
+                def one_split(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    first = number * split_blocks
+                    end = jnp.minimum(first + split_blocks, blocks)
+                    middle = jnp.minimum(jnp.maximum(first, unmasked), end)
+                    part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), nothing)
+                    part = lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part)
+                    max_R, sum_R, rule = softmax.merge_sums(totals[0], totals[1], part)
+                    if waiting is not None:
+                        stored = plgpu.load(waiting, layout=softmax.WGMMA)
+                        waiting[...] = rule.values(stored, part.acc_RD[:, held:])
+                    return max_R, sum_R, rule.values(totals[2], part.acc_RD[:, :held])
+
+                splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
+                max_R, sum_R, held_RD = lax.fori_loop(0, splits, one_split, tuple(totals))
+                if not paged:
+                    # Such a copy would have read other rows. NaN is refused downstream; a wrong number would not be.
+                    sum_R = jnp.where((owner_R == current) & (misaligned > 0), jnp.nan, sum_R)
+                return *planned_sequence(), done + blocks, max_R, sum_R, held_RD
+
+            carry = (*planned_sequence(), jnp.int32(0), nothing.max_R, nothing.sum_R, held_nothing)
+            *_, sum_R, held_RD = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
+            q_RD[:, :held] = softmax.finish(sum_R, held_RD)
+            if waiting is not None:
+                q_RD[:, held:] = softmax.finish(sum_R, plgpu.load(waiting, layout=softmax.WGMMA))
+            plgpu.commit_smem()
+            rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, pl.ds(head * D, D)])
+            plgpu.wait_smem_to_gmem(0)
+
+    layout = swizzled(D)
+    waiting_columns: tuple[object, ...] = ()
+    if held < D:
+        columns = swizzled(D - held, "float32")
+        waiting_columns = (plgpu.SMEM((consumers, ROWS, D - held), jnp.float32, transforms=columns),)
+    staging = (plgpu.SMEM((consumers, ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
+    return plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((T, H * D), jnp.bfloat16),),
+        grid=(H, pl.cdiv(T, tile)),
+        grid_names=("head", "tile"),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        kernel_name="isojax_attention_tiles",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        scratch_types=(
+            plgpu.SMEM((consumers, ROWS, D), jnp.bfloat16, transforms=layout),
+            plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
+            plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
+            plgpu.SMEM((2, LOOKUP), jnp.int32),
+            plgpu.SMEM((2 * LOOKUP,), jnp.int32),
+            *waiting_columns,
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=consumers),
+            plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=source.arrivals),
+            plgpu.Barrier(num_barriers=stages),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=consumers),
+            *staging,
+        ),
+    )

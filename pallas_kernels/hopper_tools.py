@@ -1,0 +1,118 @@
+"""What the Hopper kernels share: shared-memory tilings, the declared tree, the size of the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+#: Multiprocessors of the card that kernels are lowered for. It sets persistent grids, hence the module's bytes.
+SM_COUNT = 132
+
+#: Shared memory that one block may take on sm90.
+SHARED_BYTES = 232448
+
+
+def fitting_stages(most: int, steps: int, stage_bytes: int, other_bytes: int) -> int:
+    """Pipeline stages: at most ``most`` and ``steps``, and no more than fit beside ``other_bytes``.
+
+    Raises ValueError where not even two fit.
+    """
+    # Every array starts at a multiple of 1024 bytes; barriers take the last part.
+    fit = (SHARED_BYTES - other_bytes - 8192) // stage_bytes
+    if fit < min(2, steps):
+        raise ValueError(f"a stage of {stage_bytes} bytes does not fit twice beside {other_bytes} bytes")
+    return min(most, steps, fit)
+
+
+def sm_count() -> int:
+    """Blocks of a persistent grid. Fixed, so that a module does not depend on the machine that lowers it."""
+    return SM_COUNT
+
+
+def swizzled(columns: int, dtype: str = "bfloat16") -> tuple[plgpu.TilingTransform | plgpu.SwizzleTransform, ...]:
+    """The shared-memory layout that wgmma and TMA share, for tiles ``columns`` wide; plain where none fits."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
+    if swizzle == 16:
+        return ()
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def fold(leaf: Callable[[int], jax.Array], leaves: int) -> jax.Array:
+    """Sums ``leaf(0) ... leaf(leaves - 1)`` as ((l0+l1)+(l2+l3))+..., evaluated depth first.
+
+    Depth first keeps at most log2(leaves) partial sums waiting. The lower index is always the left operand.
+    """
+    if leaves < 1 or leaves & (leaves - 1):
+        raise ValueError(f"leaves={leaves} is not a power of two")
+
+    def subtree(first: int, count: int) -> jax.Array:
+        if count == 1:
+            return leaf(first)
+        left = subtree(first, count // 2)
+        return left + subtree(first + count // 2, count // 2)
+
+    return subtree(0, leaves)
+
+
+def fold_pairs(leaf: Callable[[jax.Array | int], jax.Array], leaves: int, waiting: Sequence[jax.Ref]) -> jax.Array:
+    """The same sum as `fold`, as a loop over pairs of leaves.
+
+    One leaf waits in registers, the sums of finished subtrees in ``waiting``, one reference a level above the pairs.
+    A loop, because with every leaf unrolled the compiler no longer keeps the tensor cores busy.
+    """
+    if leaves <= 2:
+        return fold(leaf, leaves)
+    if leaves & (leaves - 1):
+        raise ValueError(f"leaves={leaves} is not a power of two")
+    pairs = leaves // 2
+
+    def one_pair(pair: jax.Array, _: None) -> None:
+        total = leaf(2 * pair) + leaf(2 * pair + 1)
+
+        def settle(total: jax.Array, level: int) -> None:
+            # Bit ``level`` of the pair says whether the subtree to the left waits for this one.
+            def join() -> None:
+                joined = plgpu.load(waiting[level], layout=plgpu.Layout.WGMMA) + total
+                if level + 1 < len(waiting):
+                    settle(joined, level + 1)
+                else:
+                    waiting[level][...] = joined
+
+            def wait() -> None:
+                waiting[level][...] = total
+
+            lax.cond(lax.rem(lax.div(pair, jnp.int32(1 << level)), jnp.int32(2)) == 1, join, wait)
+
+        settle(total, 0)
+
+    lax.fori_loop(0, pairs, one_pair, None)
+    return plgpu.load(waiting[-1], layout=plgpu.Layout.WGMMA)
+
+
+def drain(empty: jax.Ref, stages: int, done: jax.Array) -> None:
+    """Waits until the consumers released every stage that ``done`` loads filled.
+
+    A producer that exits earlier could leave a block while its peers in the cluster still signal it.
+    """
+    for slot in range(stages):
+
+        @pl.when(slot < done)
+        def _(slot: int = slot) -> None:
+            plgpu.barrier_wait(empty.at[slot])
+
+
+def elementwise_chunk(length: int) -> tuple[int, object]:
+    """The elements one warpgroup takes of a flat array of ``length``, 16-byte accesses where they divide it.
+
+    Raises ValueError where ``length`` is no multiple of 128.
+    """
+    for chunk, vector in ((2048, 8), (1024, 8), (512, 4), (256, 2), (128, 1)):
+        if length % chunk == 0:
+            return chunk, plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector)
+    raise ValueError(f"{length} elements are not a multiple of 128")

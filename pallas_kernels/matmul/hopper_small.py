@@ -1,0 +1,190 @@
+"""The matmul kernel for few rows: the weights are wgmma's M operand, the tokens its N operand."""
+
+# Dimension letters: T tokens, N output columns (rows of the weights), K reduction, R weight rows of a warpgroup.
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
+
+ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallTile:
+    """Shape of the work of one block. None of it moves a bit of the result; the gates prove that.
+
+    ``warpgroups`` consumers take 64 weight rows each and share the tokens. ``parallel`` blocks of one cluster take
+    neighbouring runs of leaves of the same rows and send their partial sums to the first block, which folds them.
+    """
+
+    warpgroups: int = 1
+    depth: int = 128
+    stages: int = 6
+    parallel: int = 1
+
+
+def small_matmul(
+    T: int, N: int, K: int, *, leaves: int, bias: bool, out_dtype: str, tile: SmallTile
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the kernel ``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands, T at most 256.
+
+    Raises ValueError where T is no multiple of 8 (wgmma's step along N) or K has no whole number of steps a leaf.
+    """
+    if T % 8 or not 0 < T <= 256:
+        raise ValueError(f"T={T} is not a multiple of 8 between 8 and 256")
+    if N % 64:
+        raise ValueError(f"N={N} is not a multiple of 64")
+    if K % (leaves * tile.depth):
+        raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
+    if leaves % tile.parallel:
+        raise ValueError(f"leaves={leaves} do not divide over {tile.parallel} blocks")
+    block_rows = ROWS * tile.warpgroups
+    tiles = pl.cdiv(N, block_rows)
+    leaf_steps = K // (leaves * tile.depth)
+    my_leaves = leaves // tile.parallel
+    steps = leaf_steps * my_leaves
+    out_bytes = tile.warpgroups * T * ROWS * jnp.dtype(out_dtype).itemsize
+    inbox_bytes = (tile.parallel - 1) * tile.warpgroups * ROWS * T * 4
+    stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (T + block_rows), out_bytes + inbox_bytes)
+
+    def kernel(*refs: jax.Ref) -> None:
+        refs_by_role = iter(refs)
+        x_TK, w_NK = next(refs_by_role), next(refs_by_role)
+        bias_N = next(refs_by_role) if bias else None
+        out_TN, x_smem, w_smem, out_smem, full, empty = (next(refs_by_role) for _ in range(6))
+        inbox, arrived = (next(refs_by_role), next(refs_by_role)) if tile.parallel > 1 else (None, None)
+        warpgroup = lax.axis_index("warpgroup")
+        member = lax.axis_index("member")
+
+        @pl.when(warpgroup == tile.warpgroups)
+        def _load() -> None:
+            plgpu.set_max_registers(40, action="decrease")
+
+            @plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))
+            def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
+                row = info.index[0] * block_rows
+
+                def _step(k: jax.Array, done: jax.Array) -> jax.Array:
+                    slot = lax.rem(done, jnp.int32(stages))
+
+                    @pl.when(done >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    along_k = pl.ds((member * steps + k) * tile.depth, tile.depth)
+                    plgpu.copy_gmem_to_smem(w_NK.at[pl.ds(row, block_rows), along_k], w_smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot], full.at[slot])
+                    return done + 1
+
+                return lax.fori_loop(0, steps, _step, carry)
+
+            drain(empty, stages, _tiles)
+
+        @pl.when(warpgroup < tile.warpgroups)
+        def _compute() -> None:
+            mine = pl.ds(warpgroup * ROWS, ROWS)
+
+            @plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))
+            def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
+                row = info.index[0] * block_rows + warpgroup * ROWS
+
+                def leaf(number: int) -> jax.Array:
+                    start = carry + number * leaf_steps
+
+                    def chain(acc: jax.Ref) -> jax.Array:
+                        def _step(k: jax.Array, _: None) -> None:
+                            slot = lax.rem(start + k, jnp.int32(stages))
+                            plgpu.barrier_wait(full.at[slot])
+                            plgpu.wgmma(acc, w_smem.at[slot, mine], x_smem.at[slot].transpose((1, 0)))
+                            plgpu.wgmma_wait(1)
+
+                            @pl.when(k > 0)
+                            def _() -> None:
+                                plgpu.barrier_arrive(empty.at[lax.rem(start + k - 1, jnp.int32(stages))])
+
+                        lax.fori_loop(0, leaf_steps, _step, None)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(empty.at[lax.rem(start + leaf_steps - 1, jnp.int32(stages))])
+                        return acc[...]
+
+                    return pl.run_scoped(chain, plgpu.ACC((ROWS, T), jnp.float32))
+
+                def finish(total_RT: jax.Array) -> None:
+                    total_RT = total_RT.astype(out_dtype)
+                    if bias_N is not None:
+                        added = plgpu.load(
+                            bias_N.at[pl.ds(row, ROWS)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
+                        )
+                        total_RT = (total_RT.astype(jnp.float32) + added.astype(jnp.float32)[:, None]).astype(out_dtype)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    out_smem.at[warpgroup].transpose((1, 0))[...] = plgpu.layout_cast(
+                        total_RT, plgpu.Layout.WGMMA_TRANSPOSED
+                    )
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_TN.at[:, pl.ds(row, ROWS)])
+
+                partial_RT = fold(leaf, my_leaves)
+                if tile.parallel == 1:
+                    finish(partial_RT)
+                    return carry + steps
+
+                @pl.when(member > 0)
+                def _send() -> None:
+                    plgpu.async_store_smem(
+                        partial_RT,
+                        inbox.at[member - 1, warpgroup],
+                        arrived.at[warpgroup],
+                        cluster_idx=jnp.int32(0),
+                        cluster_dim="member",
+                    )
+
+                @pl.when(member == 0)
+                def _receive() -> None:
+                    plgpu.barrier_wait(arrived.at[warpgroup])
+
+                    def part(number: int) -> jax.Array:
+                        if number == 0:
+                            return partial_RT
+                        return plgpu.load(inbox.at[number - 1, warpgroup], layout=plgpu.Layout.WGMMA)
+
+                    finish(fold(part, tile.parallel))
+
+                return carry + steps
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    layout = swizzled(tile.depth)
+    # A cluster's inbox is filled once, so with several blocks a tile there is no second tile.
+    blocks = tiles if tile.parallel > 1 else min(tiles, sm_count())
+    scratch = [
+        plgpu.SMEM((stages, T, tile.depth), jnp.bfloat16, transforms=layout),
+        plgpu.SMEM((stages, block_rows, tile.depth), jnp.bfloat16, transforms=layout),
+        plgpu.SMEM((tile.warpgroups, T, ROWS), jnp.dtype(out_dtype), transforms=swizzled(ROWS, out_dtype)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages),
+    ]
+    if tile.parallel > 1:
+        shape = (tile.parallel - 1, tile.warpgroups, ROWS, T)
+        scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(T, "float32")))
+        scratch.append(plgpu.Barrier(num_arrivals=tile.parallel - 1, num_barriers=tile.warpgroups))
+    return plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
+        grid=(blocks,),
+        grid_names=("block",),
+        cluster=(tile.parallel,),
+        cluster_names=("member",),
+        num_threads=tile.warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="isojax_matmul_small",
+        scratch_types=tuple(scratch),
+    )

@@ -1,0 +1,136 @@
+"""Attention on a card: right, row-invariant, and equal over packed keys, pages, tiles, lanes and splits."""
+
+import pytest
+import torch
+from gpu_tools import assert_equal_bits, launcher, normal, relative_error
+
+from pallas_kernels.attention.hopper import attention_program, paged_attention_program
+
+SPLIT = 512
+
+
+def _reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, scale: float) -> torch.Tensor:
+    """Causal attention of queries at positions ``first`` on, [N, H, D], over keys [L, K, D], in float32."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.float(), k) * scale
+    position = torch.arange(first, first + len(q), device=q.device)
+    scores.masked_fill_(torch.arange(len(k), device=q.device)[None, :] > position[:, None], float("-inf"))
+    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1), v)
+
+
+class Batch:
+    """Sequences packed at multiples of 8 rows, with padding between them and at the end."""
+
+    def __init__(self, lengths: list[int], H: int, K: int, D: int, seed: int = 0) -> None:
+        self.lengths, self.H, self.K, self.D = lengths, H, K, D
+        self.first = [0]
+        for length in lengths:
+            self.first.append(self.first[-1] + -(-length // 8) * 8)
+        self.T = self.first.pop() + 16
+        self.q, self.k, self.v = (normal(self.T, n, D, seed=seed + i) for i, n in enumerate((H, K, K)))
+        self.positions = torch.zeros(self.T, dtype=torch.int32, device="cuda")
+        self.segments = torch.full((self.T,), -1, dtype=torch.int32, device="cuda")
+        for number, (at, length) in enumerate(zip(self.first, lengths, strict=True)):
+            self.positions[at : at + length] = torch.arange(length, device="cuda")
+            self.segments[at : at + length] = number
+            for tensor in (self.q, self.k, self.v):
+                # What padding holds must not matter, NaN included.
+                tensor[at + length : at + -(-length // 8) * 8] = float("nan")
+        self.scale = D**-0.5
+
+    def packed(self, compiler) -> torch.Tensor:
+        program = attention_program(self.T, self.H, self.K, self.D, scale=self.scale, split=SPLIT)
+        layer = torch.zeros((), dtype=torch.int32, device="cuda")
+        return launcher(compiler, program)(self.q, self.k, self.v, self.positions, self.segments, layer)[0]
+
+    def rows(self, number: int, start: int, stop: int) -> slice:
+        return slice(self.first[number] + start, self.first[number] + stop)
+
+    def paged(self, compiler, wanted: list[tuple[int, int, int]], page: int, T: int, **options) -> torch.Tensor:
+        """Runs queries ``(sequence, start, stop)`` over shuffled pages whose unused positions are NaN."""
+        request_pages = -(-max(self.lengths) // page) + 1
+        need = [-(-length // page) for length in self.lengths]
+        pages = sum(need) + 3
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+        caches = [torch.full((pages, page, self.K, self.D), float("nan"), device="cuda").bfloat16() for _ in range(2)]
+        table = torch.zeros((len(wanted), request_pages), dtype=torch.int32, device="cuda")
+        owner = torch.full((T,), -1, dtype=torch.int32, device="cuda")
+        position = torch.zeros(T, dtype=torch.int32, device="cuda")
+        q = torch.full((T, self.H, self.D), float("nan"), device="cuda").bfloat16()
+        at = used = 0
+        for request, (number, start, stop) in enumerate(wanted):
+            for index in range(-(-stop // page)):
+                target = int(order[used])
+                used += 1
+                table[request, index] = target
+                part = self.rows(number, index * page, min(stop, (index + 1) * page))
+                for cache, source in zip(caches, (self.k, self.v), strict=True):
+                    cache[target, : part.stop - part.start] = source[part]
+            count = stop - start
+            owner[at : at + count] = request
+            position[at : at + count] = torch.arange(start, stop, device="cuda")
+            q[at : at + count] = self.q[self.rows(number, start, stop)]
+            at += count
+        sizes = {"pages": pages, "page": page, "requests": len(wanted), "request_pages": request_pages}
+        program = paged_attention_program(T, self.H, self.K, self.D, **sizes, scale=self.scale, split=SPLIT, **options)
+        out = launcher(compiler, program)(q, *caches, table, owner, position)[0]
+        assert bool((out[at:] == 0).all()), "padding is not inert"
+        return out
+
+
+HEADS = [(2, 2, 64), (3, 1, 64), (8, 1, 128), (14, 2, 64), (16, 2, 128), (4, 2, 256), (4, 2, 80)]
+LENGTHS = [1, 15, 129, 700, 16, 1300, 17]
+
+
+@pytest.mark.parametrize(("H", "K", "D"), HEADS)
+def test_packed_attention_is_right_and_alone_equals_together(compiler, H, K, D):
+    batch = Batch(LENGTHS, H, K, D)
+    out = batch.packed(compiler)
+    assert bool((out[batch.segments < 0] == 0).all())
+    for number, length in enumerate(LENGTHS):
+        rows = batch.rows(number, 0, length)
+        expected = _reference(batch.q[rows], batch.k[rows], batch.v[rows], 0, batch.scale)
+        assert relative_error(out[rows], expected) < 6e-3, f"length {length}"
+    for number in (2, 3):
+        alone = Batch([LENGTHS[number]], H, K, D)
+        rows = batch.rows(number, 0, LENGTHS[number])
+        for name in ("q", "k", "v"):
+            getattr(alone, name)[: LENGTHS[number]] = getattr(batch, name)[rows]
+        assert_equal_bits(alone.packed(compiler)[: LENGTHS[number]], out[rows], f"sequence {number} alone")
+
+
+@pytest.mark.parametrize(("H", "K", "D"), HEADS)
+@pytest.mark.parametrize("page", [16, 128])
+def test_pages_equal_packed_in_prefill_chunks_and_decode(compiler, H, K, D, page):
+    batch = Batch(LENGTHS, H, K, D)
+    packed = batch.packed(compiler)
+    wanted = [(3, 699, 700), (5, 640, 1300), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 7, 9)]
+    out = batch.paged(compiler, wanted, page, 696)
+    at = 0
+    for number, start, stop in wanted:
+        found = out[at : at + stop - start]
+        assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"sequence {number}, {start} to {stop}")
+        at += stop - start
+
+
+@pytest.mark.parametrize(("H", "K", "D"), HEADS)
+def test_parallel_splits_equal_splits_in_turn(compiler, H, K, D):
+    batch = Batch(LENGTHS, H, K, D)
+    packed = batch.packed(compiler)
+    wanted = [(number, length - 1, length) for number, length in enumerate(LENGTHS)]
+    for lanes in (1, 2, 3):
+        out = batch.paged(compiler, wanted, 16, 8, single=True, lanes=lanes)
+        for row, (number, start, stop) in enumerate(wanted):
+            assert_equal_bits(out[row : row + 1], packed[batch.rows(number, start, stop)], f"{lanes} lanes, {number}")
+
+
+def test_a_sequence_off_the_row_step_is_nan_not_wrong(compiler):
+    batch = Batch([64], 2, 1, 64)
+    batch.positions.zero_()
+    batch.segments.fill_(-1)
+    batch.positions[4:20] = torch.arange(16, device="cuda")
+    batch.segments[4:20] = 0
+    out = batch.packed(compiler)
+    assert bool(out[4:20].isnan().all())
+    assert bool((out[20:] == 0).all())

@@ -1,0 +1,78 @@
+"""Norms, rotary embedding, SwiGLU and the residual sum on a card: right, and a row's bits never move."""
+
+import pytest
+import torch
+from gpu_tools import assert_equal_bits, hazardous, launcher, normal, relative_error
+
+from pallas_kernels.qk_norm_rope.hopper import qk_norm_rope_program
+from pallas_kernels.residual_add.hopper import residual_add_program
+from pallas_kernels.rms_norm.hopper import add_rms_norm_program, rms_norm_program
+from pallas_kernels.swiglu.hopper import swiglu_program
+
+EPS = 1e-6
+
+
+def _norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)).bfloat16() * w
+
+
+@pytest.mark.parametrize("H", [576, 1024, 4096])
+def test_norms_are_right_and_row_invariant(compiler, H):
+    x, residual, w = normal(264, H, seed=1), normal(264, H, seed=2), normal(H, seed=3)
+    whole = launcher(compiler, rms_norm_program(264, H, eps=EPS))(x, w)[0]
+    assert relative_error(whole, _norm(x, w)) < 1e-3
+    normed, total = launcher(compiler, add_rms_norm_program(264, H, eps=EPS))(x, residual, w)
+    assert_equal_bits(total, x + residual, "the residual sum")
+    assert relative_error(normed, _norm(x + residual, w)) < 1e-3
+    alone = launcher(compiler, rms_norm_program(264, H, eps=EPS))(total, w)[0]
+    assert_equal_bits(alone, normed, "fused against alone")
+    for T in (1, 2, 8, 33):
+        run = launcher(compiler, rms_norm_program(T, H, eps=EPS))
+        for first in (0, 100, 264 - T):
+            assert_equal_bits(run(x[first : first + T].clone(), w)[0], whole[first : first + T], f"{T} rows")
+
+
+def test_the_residual_sum_rounds_ties_to_even(compiler):
+    x = torch.full((8, 576), 1.0, dtype=torch.bfloat16, device="cuda")
+    tie = torch.full((8, 576), 2.0**-8, dtype=torch.bfloat16, device="cuda")
+    run = launcher(compiler, residual_add_program(8, 576))
+    assert bool((run(x, tie)[0] == 1.0).all())
+    x = hazardous(8, 576, seed=1)
+    assert_equal_bits(run(x, hazardous(8, 576, seed=2))[0], x + hazardous(8, 576, seed=2), "hazards")
+
+
+@pytest.mark.parametrize("I", [384, 1536, 12288])
+def test_swiglu_is_right_and_row_invariant(compiler, I):  # noqa: E741
+    gate_up = normal(72, 2 * I, seed=4, scale=3.0)
+    whole = launcher(compiler, swiglu_program(72, I))(gate_up)[0]
+    silu = torch.nn.functional.silu(gate_up[:, :I].float()).bfloat16()
+    assert relative_error(whole, silu * gate_up[:, I:]) < 1e-3
+    for T in (1, 8):
+        run = launcher(compiler, swiglu_program(T, I))
+        assert_equal_bits(run(gate_up[5 : 5 + T].clone())[0], whole[5 : 5 + T], f"{T} rows")
+
+
+def _rope(x: torch.Tensor, table: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
+    x = _norm(x, w).float() if w is not None else x.float()
+    half = x.shape[-1] // 2
+    first, second, cos, sin = x[..., :half], x[..., half:], table[:, None, :half], table[:, None, half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).bfloat16()
+
+
+@pytest.mark.parametrize("D", [64, 80, 128, 256])
+@pytest.mark.parametrize("norm", [True, False])
+def test_rotary_embedding_is_right_and_row_invariant(compiler, D, norm):
+    T, N, K = 136, 6, 2
+    q, k = normal(T, N, D, seed=5), normal(T, K, D, seed=6)
+    angles = torch.rand(T, D // 2, device="cuda") * 100
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    weights = (normal(D, seed=7), normal(D, seed=8)) if norm else ()
+    found = launcher(compiler, qk_norm_rope_program(T, N, K, D, norm=norm, eps=EPS))(q, k, table, *weights)
+    for out, x, w in zip(found, (q, k), weights or (None, None), strict=True):
+        assert relative_error(out, _rope(x, table, w)) < 1e-3
+    for few, heads in ((1, 1), (8, 4), (64, 2)):
+        run = launcher(compiler, qk_norm_rope_program(few, N, K, D, norm=norm, eps=EPS, heads=heads))
+        part = slice(70, 70 + few)
+        for out, whole in zip(run(q[part].clone(), k[part].clone(), table[part].clone(), *weights), found, strict=True):
+            assert_equal_bits(out, whole[part], f"{few} tokens, {heads} heads a block")

@@ -1,0 +1,78 @@
+"""Every region lowers for sm90 on a machine without a card, and XLA's call holds exactly the sealed bytes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from sealing_tools import needs_sealing_jax
+
+import pallas_kernels as kernels
+from pallas_kernels.hopper_regions import region_program, sealed_region
+from pallas_kernels.region import REGIONS
+
+pytestmark = needs_sealing_jax
+
+T, H, D, V = 128, 128, 64, 1000
+
+
+def _bf16(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def _int(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+_TABLE = jax.ShapeDtypeStruct((T, D), jnp.float32)
+_HEAT = jax.ShapeDtypeStruct((), jnp.float32)
+CALLS = {
+    "matmul": ([_bf16(T, H), _bf16(256, H)], {"leaves": 2, "out_dtype": "bfloat16"}),
+    "rms_norm": ([_bf16(T, H), _bf16(H)], {"eps": 1e-6}),
+    "add_rms_norm": ([_bf16(T, H), _bf16(T, H), _bf16(H)], {"eps": 1e-6}),
+    "residual_add": ([_bf16(T, H), _bf16(T, H)], {}),
+    "swiglu": ([_bf16(T, 2 * H)], {}),
+    "qk_norm_rope": ([_bf16(T, 2, D), _bf16(T, 1, D), _TABLE, _bf16(D), _bf16(D)], {"eps": 1e-6}),
+    "attention": (
+        [_bf16(T, 2, D), _bf16(T, 1, D), _bf16(T, 1, D), _int(T), _int(T), _int()],
+        {"scale": 0.125, "split": 512},
+    ),
+    "paged_attention": (
+        [_bf16(T, 2, D), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _int(3, 8), _int(T), _int(T)],
+        {"scale": 0.125, "split": 512},
+    ),
+    "log_prob_rows": ([_bf16(T, H), _bf16(1024, H), _HEAT], {"vocab_size": V}),
+    "token_log_probs": ([_bf16(T, H), _bf16(1024, H), _int(T), _HEAT], {"vocab_size": V}),
+}
+
+
+def test_only_the_cast_has_no_kernel():
+    assert set(REGIONS) - set(CALLS) == {"cast"}
+    assert kernels.cast is not None
+    with pytest.raises(NotImplementedError, match="cast"):
+        region_program("cast", (((8, 8), "bfloat16"),), {"dtype": "float32"})
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_in_xla_holds_the_sealed_bytes(name):
+    operands, parameters = CALLS[name]
+    region = REGIONS[name]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    sealed = sealed_region(region, types, parameters)
+    lowered = jax.jit(lambda *x: region.bind(*x, **parameters)).trace(*operands).lower(lowering_platforms=("cuda",))
+    found = []
+
+    def walk(operation):
+        if operation.name == "stablehlo.custom_call":
+            config = operation.attributes["mhlo.backend_config"]
+            found.append((config["module"].value_bytes, config["kernel_hash"].value_bytes))
+        for part in operation.regions:
+            for block in part.blocks:
+                for inner in block.operations:
+                    walk(inner.operation)
+
+    walk(lowered.compiler_ir().operation)
+    assert found == [(module.module, bytes.fromhex(module.sha256)) for module in sealed.modules]
+
+
+def test_a_policy_in_float32_is_refused_on_a_card():
+    with pytest.raises(NotImplementedError, match="bfloat16"):
+        region_program("residual_add", (((T, H), "float32"),) * 2, {})
