@@ -120,7 +120,6 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
     divergence = [Line("rollout policy against updated policy", values("policy_kl"))]
     if any(line["kl"] is not None for line in lines):
         divergence.append(Line("policy against frozen reference", values("kl"), 2))
-    parts = ("rollout", "check", "train", "sync")
     return [
         chart("Reward", steps, curves),
         chart(
@@ -130,9 +129,7 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
             unit="a step",
             note="Counted as bit patterns: one bit of difference is a mismatch.",
         ),
-        chart(
-            "Seconds", steps, [Line(part, values(f"seconds_{part}"), n) for n, part in enumerate(parts, 1)], unit="s"
-        ),
+        _seconds_chart(lines),
         chart("KL", steps, divergence, unit="nats a token", note="Both are k3 estimates at the sampled tokens."),
         chart(
             "Clip fraction",
@@ -141,6 +138,16 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
         ),
         chart("Gradient norm", steps, [Line("before clipping", values("gradient_norm"))]),
     ]
+
+
+def _seconds_chart(lines: Sequence[dict[str, Any]]) -> str:
+    """Seconds of each part. The first step compiles everything, and would flatten all others."""
+    drawn, note = (lines[1:], "Not drawn: step 1, which compiles") if len(lines) > 3 else (lines, "")
+    if note:
+        note += f", with {sum(value for key, value in lines[0].items() if key.startswith('seconds_')):.0f} s."
+    parts = ("rollout", "check", "train", "sync")
+    curves = [Line(part, [line[f"seconds_{part}"] for line in drawn], n) for n, part in enumerate(parts, 1)]
+    return chart("Seconds", [line["step"] for line in drawn], curves, unit="a step", note=note)
 
 
 def _table(lines: Sequence[dict[str, Any]]) -> str:
