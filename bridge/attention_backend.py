@@ -81,29 +81,46 @@ class StepMetadataBuilder(AttentionMetadataBuilder[StepMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.block_size = kv_cache_spec.block_size
         # All requests that can run at once: one shape, so one compiled attention a token bucket.
-        self.requests = vllm_config.scheduler_config.max_num_seqs
+        self._requests = vllm_config.scheduler_config.max_num_seqs
+        self._page_table_RP: torch.Tensor | None = None
+        self._request_of_token: dict[int, torch.Tensor] = {}
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> StepMetadata:
-        """The metadata of a step. `common_prefix_len` is a hint for cascade attention, which would change the sums."""
+        """The metadata of a step. `common_prefix_len` is a hint for cascade attention, which would change the sums.
+
+        Its tensors are the builder's own, overwritten by the next step. Filled through NumPy: these are a few hundred
+        numbers, and a torch op on them would wait for a second thread.
+        """
         common = common_attn_metadata
         requests, tokens = common.num_reqs, common.num_actual_tokens
-        # In NumPy: these are a few hundred numbers, and a torch op on them would wait for a second thread.
-        page_table_RP = np.zeros((self.requests, common.block_table_tensor.shape[1]), np.int32)
-        np.multiply(common.block_table_tensor[:requests].numpy(), 2, out=page_table_RP[:requests])
+        if self._page_table_RP is None:
+            self._page_table_RP = _kept_int32(self._requests, common.block_table_tensor.shape[1])
+        np.multiply(common.block_table_tensor[:requests].numpy(), 2, out=self._page_table_RP[:requests].numpy())
         slots = common.slot_mapping[:tokens].numpy().astype(np.int64)
         lengths = np.diff(common.query_start_loc_cpu[: requests + 1].numpy())
-        request_of_token_T = np.full(bucket_of(tokens), -1, np.int32)
+        bucket = bucket_of(tokens)
+        if bucket not in self._request_of_token:
+            self._request_of_token[bucket] = _kept_int32(bucket)
+        request_of_token_T = self._request_of_token[bucket].numpy()
         request_of_token_T[:tokens] = np.repeat(np.arange(requests, dtype=np.int32), lengths)
+        request_of_token_T[tokens:] = -1
         return StepMetadata(
             num_tokens=tokens,
             # A block is a page of keys followed by one of values: skip the values of the blocks before.
             slots=torch.from_numpy(slots + slots // self.block_size * self.block_size),
-            page_table_RP=torch.from_numpy(page_table_RP),
-            request_of_token_T=torch.from_numpy(request_of_token_T),
+            page_table_RP=self._page_table_RP,
+            request_of_token_T=self._request_of_token[bucket],
             decode=common.max_query_len == 1,
         )
+
+
+def _kept_int32(*shape: int) -> torch.Tensor:
+    """Zeros that JAX sees in place, so that no layer converts them again."""
+    tensor = torch.zeros(shape, dtype=torch.int32)
+    shared_views.add([tensor])
+    return tensor
 
 
 class CachedAttention(AttentionImpl):

@@ -11,7 +11,7 @@ import jax
 import torch
 from torch import nn
 
-from bridge.arrays import to_torch
+from bridge.arrays import dispatch_synchronously, shared_views, to_torch
 from bridge.attention_backend import CachedAttentionLayer, StepMetadata, step_metadata
 from bridge.buckets import bucket_of
 from bridge.graphs import PolicyGraphs
@@ -42,6 +42,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Reads the policy folder, translates the policy, allocates its parameters; vLLM then calls `load_weights`."""
         super().__init__()
+        dispatch_synchronously()
         folder = Path(vllm_config.model_config.model)
         self.contract = load_contract(folder)
         policy = load_policy(folder, self.contract.semantics.parameter_dtype)
@@ -74,6 +75,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
         self.tap: RowTap | None = None
         self.faults: list[Fault] = []
         self._step: _Step | None = None
+        self._inputs: dict[int, list[torch.Tensor]] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fills the parameters from Hugging Face tensors (see `EngineWeights.load`)."""
@@ -92,9 +94,10 @@ class IsojaxPolicyForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """Hidden states [tokens, H] of vLLM's flattened batch. Padded once, here, to a bucket, with inert rows."""
         tokens = input_ids.shape[0]
-        tokens_T, positions_T = (torch.zeros(bucket_of(tokens), dtype=torch.int32) for _ in range(2))
-        tokens_T[:tokens] = input_ids
-        positions_T[:tokens] = positions
+        tokens_T, positions_T = self._inputs_of(bucket_of(tokens))
+        for padded, given in ((tokens_T, input_ids), (positions_T, positions)):
+            padded[:tokens] = given
+            padded[tokens:] = 0
         metadata = step_metadata()
         with _case_of(metadata):
             hidden_TH = self._hidden(tokens_T, positions_T)
@@ -149,6 +152,13 @@ class IsojaxPolicyForCausalLM(nn.Module):
             "head_output_dtype": _name(probe.dtype),
             "weight_digest": self.weights.digest,
         }
+
+    def _inputs_of(self, bucket: int) -> list[torch.Tensor]:
+        """Tokens and positions of a bucket, int32 [bucket] each: the same memory at every step."""
+        if bucket not in self._inputs:
+            self._inputs[bucket] = [torch.zeros(bucket, dtype=torch.int32) for _ in range(2)]
+            shared_views.add(self._inputs[bucket])
+        return self._inputs[bucket]
 
     def _check_and_tap(self, log_probs: torch.Tensor, hidden: torch.Tensor, step: _Step, batch: BatchView) -> None:
         owners = step.owners(hidden, batch)
