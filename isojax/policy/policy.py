@@ -1,6 +1,6 @@
 """The facade that trainers, engines and tools use: pure functions over flat parameters, and jitted entry points."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
-from contracts.errors import BadConfig, EmptyBatch
-from isojax.policy.batch import PackedBatch
+from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
+from isojax.policy.batch import PackedBatch, PerToken
 from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import DensePolicy, Remat
 from isojax.policy.rope import rope_table
@@ -149,9 +149,10 @@ class Policy:
     def log_probs(self, params: Parameters, batch: PackedBatch, temperature: float = 1.0) -> jax.Array:
         """`score`, jitted: fp32 [T], case trainer_score. Rows outside of `batch.mask` are defined but meaningless.
 
-        Raises `EmptyBatch` for a batch without rows.
+        Raises `EmptyBatch` for a batch without rows; for a batch in NumPy also `PromptTooLong` for positions beyond the
+        rope table and `BadConfig` for token ids outside of the vocabulary.
         """
-        _check_rows(batch.tokens, "batch.tokens")
+        self._check_batch(batch)
         with counters.case("trainer_score"):
             return self._score(dict(params), self.buffers, batch, jnp.float32(temperature))
 
@@ -160,29 +161,50 @@ class Policy:
     ) -> jax.Array:
         """Log-probabilities over the whole vocabulary of the given rows of the batch, fp32 [R, V]; case trainer_score.
 
-        rows: int indices into the token axis. Raises `EmptyBatch` for no rows.
+        rows: int indices into the token axis. Raises as `log_probs`, `EmptyBatch` for no rows and `BadConfig` for rows
+        that the batch does not have.
         """
-        _check_rows(batch.tokens, "batch.tokens")
-        _check_rows(rows, "rows")
+        self._check_batch(batch)
+        wanted = np.asarray(rows)
+        _check_not_empty(wanted, "rows")
+        _check_range(wanted, len(batch.tokens), "rows", "The batch has no other rows.")
         # Padded by repeating a row, so that few row counts are compiled; a row's bits don't depend on its neighbours.
-        wanted = np.asarray(rows, np.int32)
-        padded = np.pad(wanted, (0, -len(wanted) % _ROW_BUCKET), mode="edge")
+        padded = np.pad(wanted.astype(np.int32), (0, -len(wanted) % _ROW_BUCKET), mode="edge")
         with counters.case("trainer_score"):
             return self._rows(dict(params), self.buffers, batch, padded, jnp.float32(temperature))[: len(wanted)]
 
     @cached_property
-    def _score(self):
+    def _score(self) -> Callable[..., jax.Array]:
         return jax.jit(self.score)
 
     @cached_property
-    def _rows(self):
+    def _rows(self) -> Callable[..., jax.Array]:
         def rows_of(params, buffers, batch, rows, temperature):
             hidden = self.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
             return self.head_rows(params, hidden[rows], temperature)
 
         return jax.jit(rows_of)
 
+    def _check_batch(self, batch: PackedBatch) -> None:
+        _check_not_empty(batch.tokens, "batch.tokens")
+        # Reading a JAX array here would wait for the device; the gathers themselves clamp without a word.
+        if isinstance(batch.positions, np.ndarray) and batch.positions.max() >= self.config.max_position:
+            raise PromptTooLong(
+                field="batch.positions",
+                found=int(batch.positions.max()),
+                allowed=f"0..{self.config.max_position - 1}",
+                reason="The policy's rope table ends there.",
+            )
+        if isinstance(batch.tokens, np.ndarray):
+            _check_range(batch.tokens, self.config.vocab_size, "batch.tokens", "The embedding has no other rows.")
 
-def _check_rows(values: jax.Array | np.ndarray, name: str) -> None:
+
+def _check_not_empty(values: PerToken, name: str) -> None:
     if len(values) == 0:
         raise EmptyBatch(field=name, found=0, allowed="at least one row", reason="There is nothing to compute.")
+
+
+def _check_range(values: np.ndarray, size: int, name: str, reason: str) -> None:
+    if values.min() < 0 or values.max() >= size:
+        found = f"{values.min()} to {values.max()}"
+        raise BadConfig(field=name, found=found, allowed=f"0..{size - 1}", reason=reason)

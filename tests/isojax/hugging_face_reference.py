@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+# More threads than free cores make torch's workers wait for each other most of the time.
+torch.set_num_threads(1)
+
 
 def random_checkpoint(folder: Path, raw: dict, seed: int = 0) -> torch.nn.Module:
     """Write a randomly initialised checkpoint of a config.json with transformers' own code; returns the fp32 model."""
@@ -37,17 +40,3 @@ def reference_gradients(model: torch.nn.Module, sequence: list[int]) -> dict[str
     rows = torch.log_softmax(model(torch.tensor([sequence])).logits[0], -1)
     rows[torch.arange(len(sequence) - 1), torch.tensor(sequence[1:])].sum().backward()
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-
-
-def greedy_continuation(model: torch.nn.Module, prompt: list[int], tokens: int) -> list[int]:
-    """The prompt followed by the model's `tokens` most likely tokens, end of text or not."""
-    with torch.no_grad():
-        found = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return found[0].tolist()

@@ -55,10 +55,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def tiny_policy(name: str = "qwen3", dtype: str = "bfloat16", **options: Any) -> tuple[Policy, dict[str, jax.Array]]:
+def tiny_policy(name: str = "qwen3", dtype: str = "bfloat16") -> tuple[Policy, dict[str, jax.Array]]:
     """A tiny policy of `FAMILIES` with random parameters, norms and biases included; one a name, compiled once."""
-    policy = Policy(PolicyConfig.from_hugging_face(FAMILIES[name]), dtype=dtype, **options)
+    return _tiny_policy(name, dtype)
+
+
+@cache
+def _tiny_policy(name: str, dtype: str) -> tuple[Policy, dict[str, jax.Array]]:
+    policy = Policy(PolicyConfig.from_hugging_face(FAMILIES[name]), dtype=dtype)
     params = policy.init(jax.random.key(3))
     generator = np.random.default_rng(4)
     noisy = {

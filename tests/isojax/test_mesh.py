@@ -31,13 +31,12 @@ def measured() -> dict:
 
 @pytest.mark.slow
 def test_a_sharded_policy_equals_one_device(measured: dict) -> None:
-    alone = measured["dp=1"]["sequence"]
     for name, found in measured.items():
         degrees = [int(part.partition("=")[2]) for part in name.split(",")]
         assert found["devices"] == int(np.prod(degrees)), name
         assert found["rows"] > 100
         assert found["different"] == 0, name
-        assert found["sequence"] == alone, f"{name} runs other regions"
+        assert found["same_regions"], name
         assert (found["gathers"] > 0) == ("fsdp" in name)
     for axis in ("dp", "fsdp"):
         assert {f"{axis}={degree}" for degree in PROVED_DEGREES[1:]} <= measured.keys()
@@ -46,7 +45,7 @@ def test_a_sharded_policy_equals_one_device(measured: dict) -> None:
 @pytest.mark.slow
 def test_gradients_of_a_sharded_policy_are_whole(measured: dict) -> None:
     # Summed over devices in another order and in bf16: equal in size, not in bits.
-    assert measured["dp=2,fsdp=4"]["gradient_error"] < 0.05
+    assert measured["dp=2,fsdp=4,tp=1"]["gradient_error"] < 0.05
 
 
 def test_a_mesh_outside_of_the_claims_is_refused() -> None:

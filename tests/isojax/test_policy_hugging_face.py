@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from hugging_face_reference import (
-    greedy_continuation,
     random_checkpoint,
     reference_gradients,
     reference_model,
@@ -26,17 +25,17 @@ from isojax.weights.names import unpack
 from isojax.weights.tokenizer import TOKENIZER_FILE, tokenizer_files
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-QUESTIONS = (
-    "What is the capital of Italy?",
-    "What is 12 + 7?",
-    "Write a Python function for the Fibonacci numbers.",
-    "Tell me a story about a small robot.",
-    "Why does water boil?",
-    "Write a short letter to Anna.",
-    "Name the three primary colours.",
-    "How do I make pancakes?",
-)
-COMPLETION_TOKENS = 12
+# Real prompts, each with the start of the answer that transformers gives greedily in fp32.
+CONVERSATIONS = {
+    "What is the capital of Italy?": "The capital of Italy is Rome.<|im_end|>",
+    "What is 12 + 7?": "12 + 7 = 8\n\nThis is a classic",
+    "Write a Python function for the Fibonacci numbers.": "```python\ndef fibonacci(n):\n    if n <= ",
+    "Tell me a story about a small robot.": 'One day, a small robot named "Echo" was born from',
+    "Why does water boil?": "Water boils due to a combination of physical and chemical processes. Boiling",
+    "Write a short letter to Anna.": "Dear Anna,\n\nI hope this message finds you well. I",
+    "Name the three primary colours.": "The three primary colours are:\n\nRed (R)\nBlue",
+    "How do I make pancakes?": "To make a classic pancake recipe, start by preheating your oven",
+}
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "llama3_biases", "qwen3"])
@@ -81,14 +80,16 @@ class Measured(NamedTuple):
     rows_max: float
     """Largest difference over the whole vocabulary at every position, prompts included."""
     sampled_max: float
-    """Largest difference at the tokens of the completions."""
+    """Largest difference at the tokens of the answers."""
     sampled_mean: float
+    sampled_within: float
+    """Share of the answers' tokens that differ by less than 0.1."""
     greedy: float
     """Share of positions with the same most likely token."""
 
 
 class RealModel:
-    """The real SmolLM2 as an exported bf16 folder, eight prompts with their greedy continuations, and the reference."""
+    """The real SmolLM2 as an exported bf16 folder, eight conversations, and the rows of the reference."""
 
     def __init__(self, source: Path, folder: Path) -> None:
         policy, params = isojax.load(source)
@@ -96,9 +97,11 @@ class RealModel:
         isojax.export_policy(folder, policy, params, files)
         self.folder = folder
         tokenizer = Tokenizer.from_buffer(files[TOKENIZER_FILE])
-        self.prompts = [tokenizer.encode(CHAT.format(question)).ids for question in QUESTIONS]
+        prompts = [CHAT.format(question) for question in CONVERSATIONS]
+        self.prompts = [tokenizer.encode(prompt).ids for prompt in prompts]
+        answered = [prompt + answer for prompt, answer in zip(prompts, CONVERSATIONS.values(), strict=True)]
+        self.sequences = [tokenizer.encode(text).ids for text in answered]
         model = reference_model(folder)
-        self.sequences = [greedy_continuation(model, prompt, COMPLETION_TOKENS) for prompt in self.prompts]
         self.reference = [reference_rows(model, sequence) for sequence in self.sequences]
 
     def ours(self, dtype: str) -> Measured:
@@ -116,7 +119,8 @@ class RealModel:
             sampled.append(difference[after, np.array(sequence)[after + 1]])
             greedy.append(found.argmax(-1) == expected.argmax(-1))
         tokens = np.concatenate(sampled)
-        return Measured(max(largest), tokens.max(), tokens.mean(), np.concatenate(greedy).mean())
+        within, agreed = (tokens < 0.1).mean(), np.concatenate(greedy).mean()
+        return Measured(*map(float, (max(largest), tokens.max(), tokens.mean(), within, agreed)))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +146,7 @@ def test_real_smollm2_in_bf16_is_as_close_to_fp32_as_hugging_face_in_bf16(smollm
     theirs = smollm2.measure([reference_rows(model, sequence) for sequence in smollm2.sequences])
     print(f"\nbf16 ours {found}\nbf16 transformers {theirs}")
     assert found.sampled_mean < 0.1
+    assert found.sampled_within >= 0.95
     assert found.greedy >= 0.95
     # The rounding of 30 layers is noise of one size on both sides, in values that differ.
     assert found.sampled_mean < 1.5 * theirs.sampled_mean

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from policy_samples import bits, random_sequences, rows_of, tiny_policy
 
-from contracts.errors import BadConfig, EmptyBatch
+from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
 from isojax import Policy, pack
 from isojax.policy import PackedBatch
 
@@ -110,9 +110,17 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         policy.log_probs(params, empty)
     with pytest.raises(EmptyBatch, match="rows"):
         policy.log_prob_rows(params, batch, np.array([], np.int32))
+    for rows in ([64], [-1]):
+        with pytest.raises(BadConfig, match=r"rows: found .*; allowed: 0\.\.63"):
+            policy.log_prob_rows(params, batch, np.array(rows))
+    # XLA would clamp these to the last row of the table and of the embedding.
+    with pytest.raises(PromptTooLong, match=r"batch\.positions: found 512"):
+        policy.log_probs(params, batch._replace(positions=batch.positions + 512))
+    with pytest.raises(BadConfig, match=r"batch\.tokens: found .*97"):
+        policy.log_probs(params, batch._replace(tokens=np.full_like(batch.tokens, 97)))
     with pytest.raises(BadConfig, match="params"):
         policy.log_probs({name: params[name] for name in params if name != "embed"}, batch)
     with pytest.raises(BadConfig, match="dtype"):
         tiny_policy("qwen3", "float16")
     with pytest.raises(BadConfig, match="remat"):
-        tiny_policy("qwen3", remat="dots")
+        Policy(policy.config, remat="dots")  # type: ignore[arg-type]
