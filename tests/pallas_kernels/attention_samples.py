@@ -13,17 +13,17 @@ BUCKETS = (16, 320)
 
 
 class Packed(NamedTuple):
-    """Keys and values [S, K, D] and queries [S, H, D] of one sequence."""
+    """Queries [S, H, D], keys and values [S, K, D] of one sequence, in NumPy."""
 
-    q: jnp.ndarray
-    k: jnp.ndarray
-    v: jnp.ndarray
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
 
 
 def sequence(seed, length, heads=4, key_heads=2, head=64, dtype=jnp.bfloat16) -> Packed:
     rng = np.random.default_rng(seed)
     shapes = ((length, heads, head), (length, key_heads, head), (length, key_heads, head))
-    return Packed(*(normal(rng, shape, dtype) for shape in shapes))
+    return Packed(*(np.asarray(normal(rng, shape, dtype)) for shape in shapes))
 
 
 def bucket(tokens):
@@ -35,11 +35,12 @@ def packed_attention(sequences, split=512, layer=0):
     """`attention` over sequences side by side, padding rows behind them; returns one result a sequence."""
     lengths = [sequence.q.shape[0] for sequence in sequences]
     padding = bucket(sum(lengths)) - sum(lengths)
-    columns = [jnp.concatenate(parts) for parts in zip(*sequences, strict=True)]
-    columns = [jnp.pad(column, ((0, padding), (0, 0), (0, 0)), constant_values=np.nan) for column in columns]
+    columns = [np.concatenate([np.asarray(part) for part in parts]) for parts in zip(*sequences, strict=True)]
+    columns = [np.pad(column, ((0, padding), (0, 0), (0, 0)), constant_values=np.nan) for column in columns]
     positions = np.concatenate([*(np.arange(length) for length in lengths), np.zeros(padding)]).astype(np.int32)
     segments = np.concatenate([*(np.full(n, i) for i, n in enumerate(lengths)), np.full(padding, -1)]).astype(np.int32)
     scale = columns[0].shape[-1] ** -0.5
+    columns = [jnp.asarray(column) for column in columns]
     out = pk.attention(*columns, jnp.asarray(positions), jnp.asarray(segments), layer, scale=scale, split=split)
     out = np.asarray(out)
     assert not out[sum(lengths) :].astype(np.float32).any()

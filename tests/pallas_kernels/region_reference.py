@@ -127,9 +127,10 @@ def attention_row(q_GD, k_SD, v_SD, *, scale, split=512, dtype=np.float32, block
             keys, values = k[start : start + block], v[start : start + block]
             score = chain(q, keys) * np.float32(scale)
             top = score.max(1) if own is None else np.maximum(own[0], score.max(1))
+            score = np.pad(score, ((0, 0), (0, block - score.shape[1])), constant_values=-np.inf)
             weight = exp(score - top[:, None])
-            padded = np.pad(weight, ((0, 0), (0, block - weight.shape[1])))
-            total, out = row_sum(padded), chain(rounded(weight, dtype), values.T.copy())
+            seen = rounded(weight, dtype)[:, : keys.shape[0]]
+            total, out = row_sum(weight), chain(seen, values.T.copy())
             if own is not None:
                 keep = exp(own[0] - top)
                 total, out = own[1] * keep + total, own[2] * keep[:, None] + out

@@ -26,7 +26,8 @@ class Sample:
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    return jnp.asarray(rng.standard_normal(shape) * scale, jnp.float32).astype(dtype)
+    # NumPy's cast: an eager JAX one would be compiled for every shape.
+    return jnp.asarray((rng.standard_normal(shape) * scale).astype(np.float32).astype(jnp.dtype(dtype)))
 
 
 def operands(sample: Sample, tokens: int, dtype: Any, seed: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -27,7 +27,8 @@ def plain_attention(q, k, v):
     segment = jnp.asarray(SEGMENTS)
     seen = (segment[:, None] == segment[None]) & (jnp.arange(12)[:, None] >= jnp.arange(12)[None])
     score = jnp.where(seen | jnp.eye(12, dtype=bool), score, -jnp.inf)
-    return jnp.einsum("hts,shd->thd", jax.nn.softmax(score, -1), jnp.repeat(v, group, 1))
+    out = jnp.einsum("hts,shd->thd", jax.nn.softmax(score, -1), jnp.repeat(v, group, 1))
+    return jnp.where((segment >= 0)[:, None, None], out, 0)
 
 
 POSITIONS = np.array([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 0], np.int32)
