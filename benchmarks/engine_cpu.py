@@ -132,7 +132,7 @@ def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         for engine in turns
     }
     return {
-        "what": f"SmolLM2-135M bf16, {SEQUENCES} sequences, {PROMPT_TOKENS} tokens in, {STEPS} out, log-probabilities on",
+        "what": f"SmolLM2-135M bf16, {SEQUENCES} sequences, {PROMPT_TOKENS} in, {STEPS} out, log-probabilities on",
         "ratio_tokens_a_second": round(medians["isojax"]["tokens_a_second"] / medians["stock"]["tokens_a_second"], 3),
         "ratio_cpu_seconds": round(medians["stock"]["cpu_ms_a_step"] / medians["isojax"]["cpu_ms_a_step"], 3),
         "median": medians,
