@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
 
-SAMPLING_METHOD = "inverse-cdf-float64/splitmix64(seed, token index)"
-"""Named in the contract's semantics and in the engine's report."""
+SAMPLING_RNG = "splitmix64_inverse_cdf"
+"""The contract's name for this way of drawing."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -10,6 +10,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
+from bridge.sampling import SAMPLING_RNG
 from bridge.weight_sync import BACKEND
 from contracts import ExecutionContract, load_contract
 from contracts.errors import Refusal, UnsupportedModel
@@ -93,6 +94,13 @@ class EngineSettings(VerifyAndUpdateConfig):
                 vllm_config.weight_transfer_config.backend,
                 BACKEND,
                 "The engine's parameters are packed and digested; another backend would write past both.",
+            )
+        if contract.semantics.sampling_rng != SAMPLING_RNG:
+            raise _refused(
+                "semantics.sampling_rng",
+                contract.semantics.sampling_rng,
+                SAMPLING_RNG,
+                "A seed would give other tokens than the contract says.",
             )
         runner = runner_of(vllm_config)
         if runner != contract.toolchain.engine_runner:

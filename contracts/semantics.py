@@ -25,7 +25,7 @@ class Semantics(Section):
     sampling_filters: Annotated[Literal["none"], BITS]
     """The policy's value is that of the unfiltered distribution; top-k, top-p and min-p are refused."""
     sampling_rng: Annotated[Text, BITS]
-    """Name of the generator that picks tokens, such as `vllm_v1`."""
+    """Name of the generator that picks tokens, such as `splitmix64_inverse_cdf`."""
     nan_policy: Annotated[Literal["refuse"], BITS]
     """A NaN or infinite logit is an error that names request, position and region."""
     padded_vocab_size: Annotated[Positive, BITS]

@@ -161,7 +161,7 @@ def _semantics(policy: Policy, temperature: float) -> Semantics:
     return Semantics(
         temperature=float_bits(float(np.float32(temperature))),
         sampling_filters="none",
-        sampling_rng="vllm_v1",
+        sampling_rng="splitmix64_inverse_cdf",
         nan_policy="refuse",
         padded_vocab_size=policy.config.vocab_size,
         padding_logit="-inf",
