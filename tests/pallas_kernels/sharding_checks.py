@@ -83,7 +83,7 @@ def leaf_shards(size: int, gather: bool = True) -> int:
 
         partials = jnp.stack(map_row_tiles(tile, [x], [((192,), jnp.float32)] * own, 64))
         if not gather:
-            return jax.lax.psum(matmul.fold(list(partials)), "x").astype(jnp.bfloat16)
+            return jax.lax.psum(matmul.fold(list(partials)).astype(jnp.bfloat16), "x")
         leaves = jax.lax.all_gather(partials, "x", tiled=True)
         return matmul.fold(list(leaves)).astype(jnp.bfloat16)
 

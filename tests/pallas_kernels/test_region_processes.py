@@ -6,45 +6,53 @@ import subprocess
 import sys
 from pathlib import Path
 
+import process_checks
 import pytest
 from region_samples import SAMPLES
 
 FOLDER = Path(__file__).parent
-# Each: environment, and the CPUs that the process may use.
-THREADS = {
-    "one thread": ({"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}, {0}),
-    "two threads": ({"NPROC": "2"}, None),
-    "many threads": ({"NPROC": "16"}, None),
+# Each: script, environment, and the CPUs that the process may use. This process itself has as many threads as CPUs.
+PROCESSES = {
+    "one thread": ("process_checks.py", {"NPROC": "1", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}, {0}),
+    "many threads": ("process_checks.py", {"NPROC": "8"}, None),
+    "sharded": ("sharding_checks.py", {}, None),
 }
 
 
-def run(script, environment, processors=None):
-    """The JSON that a script prints in a new process."""
-    process = subprocess.run(
+def start(script, environment, processors):
+    return subprocess.Popen(
         [sys.executable, str(FOLDER / script)],
         env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
         preexec_fn=(lambda: os.sched_setaffinity(0, processors)) if processors else None,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
-def digests():
-    return {name: run("process_checks.py", *settings) for name, settings in THREADS.items()}
+def outputs():
+    """The JSON that each script prints, in processes side by side."""
+    running = {name: start(*settings) for name, settings in PROCESSES.items()}
+    printed = {name: process.communicate() for name, process in running.items()}
+    for name, process in running.items():
+        assert process.returncode == 0, f"{name}: {printed[name][1][-2000:]}"
+    return {name: json.loads(output.splitlines()[-1]) for name, (output, _) in printed.items()}
 
 
 @pytest.fixture(scope="module")
-def sharded():
-    return run("sharding_checks.py", {})
+def sharded(outputs):
+    return outputs["sharded"]
 
 
-def test_processes_with_one_two_and_many_threads_agree(digests):
-    assert digests["one thread"] == digests["two threads"] == digests["many threads"]
-    assert digests["one thread"]["wide"] != digests["one thread"]["wide, two leaves"]
+def test_processes_with_one_thread_and_with_many_agree(outputs):
+    assert outputs["one thread"] == outputs["many threads"]
+
+
+def test_this_process_agrees_with_them_and_another_schedule_does_not(outputs):
+    wide = outputs["one thread"]["wide"]
+    assert process_checks.digest(process_checks.wide_results(leaves=4)) == wide
+    assert process_checks.digest(process_checks.wide_results(leaves=2)) != wide
 
 
 @pytest.mark.parametrize("name", [sample.name for sample in SAMPLES])
