@@ -56,7 +56,12 @@ def save_bundle(folder: str | Path, programs: Iterable[SealedProgram]) -> str:
     (folder / MODULES).mkdir(parents=True, exist_ok=True)
     for digest, module in modules.items():
         (folder / MODULES / f"{digest}.mlirbc").write_bytes(module)
-    body: dict[str, Any] = {"bundle_version": BUNDLE_VERSION, "toolchain": _TOOLCHAIN, "alignment": ALIGNMENT, "programs": entries}
+    body: dict[str, Any] = {
+        "bundle_version": BUNDLE_VERSION,
+        "toolchain": _TOOLCHAIN,
+        "alignment": ALIGNMENT,
+        "programs": entries,
+    }
     digest = hashlib.sha256(rfc8785.dumps(body)).hexdigest()
     text = json.dumps({"sha256": digest, **body}, indent=1, sort_keys=True)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
