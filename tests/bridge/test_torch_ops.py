@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from region_samples import Sample, sample
+from op_samples import Sample, sample
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
