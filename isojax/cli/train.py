@@ -51,11 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
         trainer.run(show_progress=not arguments.quiet)
     except KeyboardInterrupt:
         # The trainer has saved what it had; this is an orderly end.
-        print(
-            f"isojax: stopped after step {trainer.progress.step}; continue with: isojax train {arguments.config} "
-            f"--resume {folder.path}",
-            file=sys.stderr,
-        )
+        step, again = trainer.progress.step, f"isojax train {arguments.config} --resume {folder.path}"
+        then = f"after step {step}; continue with: {again}" if step else "before the first step was done"
+        print(f"isojax: stopped {then}", file=sys.stderr)
         return INTERRUPTED
     finally:
         trainer.close()

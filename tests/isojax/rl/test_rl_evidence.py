@@ -9,7 +9,7 @@ import pytest
 from rl_samples import small_engine, small_params, small_policy
 
 from contracts.errors import BadConfig, DifferenceFound, EmptyBatch
-from isojax.evidence import gates
+from isojax.evidence import cpu_gates, gates
 from isojax.evidence.bisect import find_parting, load_outputs, save_outputs
 from isojax.evidence.capture import RegionOutput, capture_forward, first_non_finite
 from isojax.evidence.drift import LogProbs, load_log_probs, measure, sample, save_log_probs, score_like
@@ -171,10 +171,24 @@ def test_gates_pass_fail_and_are_chosen_by_name(monkeypatch):
         select_gates("sm90")
 
 
-@pytest.mark.parametrize("name", ["column_shards", "cast", "weight_digest"])
-def test_the_quick_gates_pass_here(name):
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, _, _ in cpu_gates.GATES])
+def test_the_gates_pass_here(name):
     (result,) = run_gates(select_gates("cpu", [name]))
     assert result.passed, result.detail
+
+
+def test_a_gate_fails_where_its_claim_is_false(monkeypatch):
+    honest = cpu_gates.pallas_kernels.matmul
+
+    def by_column_count(x, w, **options):
+        # The fault that column shards must catch: a schedule that depends on how many columns there are.
+        return honest(x, w, **options) * jnp.asarray(1 + 2**-7 * (len(w) < 192), x.dtype)
+
+    monkeypatch.setattr(cpu_gates.pallas_kernels, "matmul", by_column_count)
+    (result,) = run_gates(select_gates("cpu", ["column_shards"]))
+    assert not result.passed
+    assert "over 2 ranks" in result.detail
 
 
 def test_every_gate_says_what_it_proves():

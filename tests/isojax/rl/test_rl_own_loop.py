@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from reference_engine import ReferenceEngine
-from rl_samples import honest_report
+from rl_samples import RAW_POLICY, honest_report
 
 import isojax
 from contracts import load_contract
@@ -17,6 +17,7 @@ def test_somebody_elses_loop_trains_with_equal_bits(monkeypatch, capsys):
     specification = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
     example = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(example)
+    monkeypatch.setattr(example, "SIZES", RAW_POLICY)
     make_policy, policies, engines = isojax.Policy, [], []
 
     def policy(*args, **options):
