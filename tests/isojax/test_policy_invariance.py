@@ -114,7 +114,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         with pytest.raises(BadConfig, match=r"rows: found .*; allowed: 0\.\.63"):
             policy.log_prob_rows(params, batch, np.array(rows))
     # XLA would clamp these to the last row of the table and of the embedding.
-    with pytest.raises(PromptTooLong, match=r"batch\.positions: found 512"):
+    with pytest.raises(PromptTooLong, match=r"batch\.positions: found 514"):
         policy.log_probs(params, batch._replace(positions=batch.positions + 512))
     with pytest.raises(BadConfig, match=r"batch\.tokens: found .*97"):
         policy.log_probs(params, batch._replace(tokens=np.full_like(batch.tokens, 97)))
