@@ -48,17 +48,23 @@ def narrow(value: jax.Array, dtype: Any) -> jax.Array:
     """Rounds fp32 to `dtype`, to nearest even, and returns its storage. NaN stays NaN, subnormals stay."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return value.astype(dtype)
-    bits = lax.bitcast_convert_type(value, jnp.int32)
-    to_even = lax.shift_right_logical(bits, 16) & 1
-    rounded = lax.shift_right_logical(bits + (0x7FFF + to_even), 16)
-    quiet_nan = lax.shift_right_logical(bits, 16) | 0x40
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return jnp.where(is_nan, quiet_nan, rounded).astype(jnp.uint16)
+    return lax.shift_right_logical(_rounded_bits(value), 16).astype(jnp.uint16)
 
 
 def round_to(value: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds fp32 to `dtype` and widens again: an intermediate rounding point."""
-    return widen(narrow(value, dtype))
+    """Rounds fp32 to `dtype` and keeps it in fp32: an intermediate rounding point."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return value
+    return lax.bitcast_convert_type(_rounded_bits(value), jnp.float32)
+
+
+def _rounded_bits(value: jax.Array) -> jax.Array:
+    """fp32 bits of the nearest bfloat16; 32-bit arithmetic throughout, which LLVM turns into vectors."""
+    bits = lax.bitcast_convert_type(value, jnp.int32)
+    rounded = bits + (0x7FFF + (lax.shift_right_logical(bits, 16) & 1))
+    quiet_nan = bits | 0x400000
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return jnp.where(is_nan, quiet_nan, rounded) & jnp.int32(-0x10000)
 
 
 def lane_sums(x: jax.Array) -> jax.Array:

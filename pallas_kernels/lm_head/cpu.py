@@ -10,7 +10,7 @@ from jax import lax
 from pallas_kernels.lm_head.spec import BLOCK, LEAVES, ROW_TILES
 from pallas_kernels.loops import divide, hidden_zero, map_row_tiles, pin, tile_count, trip_zero
 from pallas_kernels.matmul.cpu import chain_dot, fold, pad_columns
-from pallas_kernels.rounding import LANES, fold_lanes, lane_sums, widen
+from pallas_kernels.rounding import LANES, fold_lanes, widen
 
 
 def leaf_size(vocab_size: int) -> int:
@@ -33,19 +33,20 @@ def scaled_logits(x_rH: jax.Array, w_NH: jax.Array, temperature: jax.Array, voca
 def leaf_sums(scaled_rP: jax.Array, maximum_r: jax.Array, leaves: int, zero: jax.Array) -> jax.Array:
     """Sums of exponentials of `leaves` whole leaves side by side, fp32 [leaves, r]: a rank may hold some of the 8."""
     rows, padded = scaled_rP.shape
-    blocks = padded // leaves // BLOCK
+    steps = padded // leaves // LANES
 
-    def block(number: jax.Array, lanes: jax.Array) -> jax.Array:
-        own_zero = zero | trip_zero(number)
-        scaled_rb = lax.dynamic_slice_in_dim(scaled_rP, number * BLOCK, BLOCK, axis=1)
-        exponentials = pin(jnp.exp(scaled_rb - maximum_r[:, None]), own_zero)
-        leaf = number // blocks
-        # The lanes run on from block to block of a leaf, so the block's size moves no bit.
-        start = lax.dynamic_index_in_dim(lanes, leaf, 0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(lanes, lane_sums(jnp.concatenate([start, exponentials], 1)), leaf, 0)
+    def leaf(number: jax.Array, lanes: jax.Array) -> jax.Array:
+        # One slice of 64 at a time: exp fused into several slices would not be made vectors.
+        def step(own: jax.Array, total_rl: jax.Array) -> jax.Array:
+            start = (number * steps + own) * LANES
+            scaled_rl = lax.dynamic_slice_in_dim(scaled_rP, start, LANES, axis=1)
+            return total_rl + pin(jnp.exp(scaled_rl - maximum_r[:, None]), zero | trip_zero(own))
+
+        total_rl = lax.fori_loop(0, steps + zero, step, jnp.zeros((rows, LANES), jnp.float32))
+        return lax.dynamic_update_index_in_dim(lanes, total_rl, number, 0)
 
     lanes = jnp.zeros((leaves, rows, LANES), jnp.float32)
-    return fold_lanes(lax.fori_loop(0, leaves * blocks + zero, block, lanes))
+    return fold_lanes(lax.fori_loop(0, leaves + zero, leaf, lanes))
 
 
 def log_sum(sums: jax.Array, zero: jax.Array) -> jax.Array:
