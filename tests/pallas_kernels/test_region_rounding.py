@@ -25,7 +25,7 @@ def test_cast_rounds_every_kind_of_float_to_nearest_even():
     assert midpoint[finite].sum() > 60_000
     assert subnormal.sum() > 1000
     result = np.asarray(pk.cast(jnp.asarray(x), dtype="bfloat16"))
-    assert (reference.bits(result)[finite] == reference.bits(x.astype(reference.BF16))[finite]).all()
+    assert (reference.bits(result)[finite] == reference.bits(x[finite].astype(reference.BF16))).all()
     assert np.isnan(result.astype(np.float32)[np.isnan(x)]).all()
     assert (result.astype(np.float32)[np.isinf(x)] == x[np.isinf(x)]).all()
     truncated = (x.view(np.uint32) >> 16).astype(np.uint16)
