@@ -9,14 +9,18 @@ if TYPE_CHECKING:
     from isojax.export import export_policy
     from isojax.mesh import mesh_degrees, score_on_mesh
     from isojax.policy import PackedBatch, Policy, PolicyConfig, completion_rows, pack
+    from isojax.rl.rollout import Completion, RolloutEngine, Sampling, open_engine
     from isojax.weights.digest import digest
     from isojax.weights.load import load, load_policy
     from isojax.weights.tokenizer import tokenizer_files
 
 __all__ = [
+    "Completion",
     "PackedBatch",
     "Policy",
     "PolicyConfig",
+    "RolloutEngine",
+    "Sampling",
     "audit",
     "build_contract",
     "completion_rows",
@@ -25,6 +29,7 @@ __all__ = [
     "load",
     "load_policy",
     "mesh_degrees",
+    "open_engine",
     "pack",
     "score_on_mesh",
     "tokenizer_files",
@@ -40,6 +45,7 @@ _HOMES = {
     "load_policy": "isojax.weights.load",
     "tokenizer_files": "isojax.weights.tokenizer",
     **dict.fromkeys(("PackedBatch", "Policy", "PolicyConfig", "completion_rows", "pack"), "isojax.policy"),
+    **dict.fromkeys(("Completion", "RolloutEngine", "Sampling", "open_engine"), "isojax.rl.rollout"),
 }
 
 

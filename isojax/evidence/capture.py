@@ -82,13 +82,32 @@ def capture_forward_apart(policy: Policy, params: Mapping[str, jax.Array], batch
     return forward(dict(params), policy.buffers, PackedBatch(*map(jnp.asarray, batch)))
 
 
-@lru_cache(maxsize=8)
-def _captured_forward(policy: Policy, how: Callable[..., Any]) -> Callable[..., list[RegionOutput]]:
+def forward_program(policy: Policy) -> list[tuple[str, int | None]]:
+    """Region and layer of every call of that forward in the order in which they run, without running it."""
+    ids = jax.ShapeDtypeStruct((1,), jnp.int32)
+    batch = PackedBatch(ids, ids, ids, ids, jax.ShapeDtypeStruct((1,), jnp.bool_))
+    closed = jax.make_jaxpr(_forward(policy))(policy.parameter_shapes, policy.buffers, batch)
+    program: list[tuple[str, int | None]] = []
+
+    def run(*operands: jax.Array) -> None:
+        _, calls = _evaluate(closed.jaxpr, closed.consts, operands, jax.lax.scan)
+        program.extend(_program([site for site, _ in calls]))
+
+    jax.eval_shape(run, *closed.in_avals)
+    return program
+
+
+def _forward(policy: Policy) -> Callable[..., jax.Array]:
     def forward(params: Mapping[str, jax.Array], buffers: Mapping[str, jax.Array], batch: Any) -> jax.Array:
         hidden = policy.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
         return policy.head_rows(params, hidden, 1.0)
 
-    return how(forward)
+    return forward
+
+
+@lru_cache(maxsize=8)
+def _captured_forward(policy: Policy, how: Callable[..., Any]) -> Callable[..., list[RegionOutput]]:
+    return how(_forward(policy))
 
 
 def first_non_finite(outputs: Sequence[RegionOutput], rows: int | None = None) -> tuple[RegionOutput, int] | None:
@@ -106,10 +125,11 @@ def first_non_finite(outputs: Sequence[RegionOutput], rows: int | None = None) -
 
 @dataclass(frozen=True)
 class _Site:
-    """A region's call, or a scan with the sites of its body."""
+    """A region's call, or a scan with the sites of its body and how often it runs."""
 
     region: str | None
     body: tuple[_Site, ...] = ()
+    steps: int = 1
 
 
 _Calls = list[tuple[_Site, Any]]
@@ -169,7 +189,16 @@ def _evaluate_scan(
         length=parameters["length"],
         reverse=parameters["reverse"],
     )
-    return [*carry, *stacked], [(_Site(None, tuple(sites)), values)]
+    return [*carry, *stacked], [(_Site(None, tuple(sites), parameters["length"]), values)]
+
+
+def _program(sites: Sequence[_Site], layer: int | None = None) -> Iterator[tuple[str, int | None]]:
+    for site in sites:
+        if site.region is not None:
+            yield site.region, layer
+            continue
+        for step in range(site.steps):
+            yield from _program(site.body, step)
 
 
 def _loop(step: Callable[..., Any], carry: Any, stacked: Any, *, length: int, reverse: bool) -> tuple[Any, Any]:
@@ -186,6 +215,5 @@ def _in_order(sites: Sequence[_Site], values: Sequence[Any], layer: int | None =
         if site.region is not None:
             yield RegionOutput(site.region, layer, tuple(np.asarray(result) for result in results))
             continue
-        steps = len(jax.tree.leaves(results)[0]) if jax.tree.leaves(results) else 0
-        for step in range(steps):
+        for step in range(site.steps):
             yield from _in_order(site.body, [[array[step] for array in call] for call in results], step)

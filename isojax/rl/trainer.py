@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from contracts import ExecutionContract, handshake
-from contracts.errors import BadCheckpoint, WeightDigestMismatch
+from contracts import ExecutionContract, bits_float, handshake
+from contracts.errors import BadCheckpoint, BadConfig, WeightDigestMismatch
 from isojax.mesh import mesh_degrees
 from isojax.policy.policy import Policy
 from isojax.rl.advantages import group_advantages
@@ -55,6 +55,15 @@ class Trainer:
         self.config, self.policy, self.contract, self.engine = config, policy, contract, engine
         self.task, self.encoder, self.folder = task, encoder, folder
         self.stop_token_ids = stop_token_ids
+        # As the contract holds it, rounded to float32 once for both sides.
+        self.temperature = bits_float(contract.semantics.temperature)
+        if self.temperature != np.float32(config.rollout.temperature):
+            raise BadConfig(
+                field="rollout.temperature",
+                found=config.rollout.temperature,
+                allowed=f"the contract's {self.temperature}",
+                reason="Log-probabilities are log_softmax(logits / T) at one T on both sides.",
+            )
         mesh = mesh_degrees(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)))
         contract.check_mesh(mesh)
         handshake(contract, engine.report(), trainer_mesh=mesh)
@@ -63,7 +72,7 @@ class Trainer:
             params,
             optimizer=config.optimizer,
             algorithm=config.algorithm,
-            temperature=config.rollout.temperature,
+            temperature=self.temperature,
             micro_batch_tokens=config.train.micro_batch_tokens,
         )
         self._reference = dict(self.learner.params) if config.algorithm.kl_weight else None
@@ -185,7 +194,7 @@ class Trainer:
         )
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
+            temperature=self.temperature,
             seed=derive_seed("rollout", self.config.seed, self.progress.step),
             samples=rollout.group_size,
             stop_token_ids=self.stop_token_ids,
@@ -209,7 +218,7 @@ class Trainer:
             self.policy,
             self.learner.params,
             completions,
-            self.config.rollout.temperature,
+            self.temperature,
             self.config.train.micro_batch_tokens,
         )
         if self.config.check.on_mismatch == "stop":
@@ -218,7 +227,7 @@ class Trainer:
 
     def _score(self, params: Parameters, completions: list[Completion]) -> list[np.ndarray]:
         capacity = self.config.train.micro_batch_tokens
-        return score(self.policy, params, completions, self.config.rollout.temperature, capacity)
+        return score(self.policy, params, completions, self.temperature, capacity)
 
     def _advanced(self, updates: int) -> Progress:
         before = self.progress
