@@ -207,17 +207,17 @@ def test_minibatches_and_epochs_are_updates_of_their_own_and_later_ratios_move(r
     assert result.mismatch.tokens == 12
 
 
-def test_accumulated_gradients_equal_those_of_one_batch_up_to_float32_rounding(rollout):
-    advantages = group_advantages(np.arange(8.0), 4)
-    whole, cut = small_learner(), small_learner()
-    cut.micro_batch_tokens = 16
-    one = whole._minibatch(rollout, list(range(8)), advantages, None)
-    many = cut._minibatch(rollout, list(range(8)), advantages, None)
-    assert one.parts == many.parts
-    for name, gradient in one.gradients.items():
-        scale = float(np.abs(gradient).max())
-        # Each micro-batch's gradient is a bfloat16 value: eight bits of mantissa.
-        np.testing.assert_allclose(many.gradients[name], gradient, atol=scale * 2**-6, err_msg=name)
+def test_gradients_of_micro_batches_add_up(rollout):
+    """Sixteen completions fill two micro-batches; each half alone weighs its tokens twice as much."""
+    advantages = group_advantages(np.arange(16.0), 4)
+    learner = small_learner()
+    both = learner._minibatch([*rollout, *rollout], list(range(16)), advantages, None)
+    halves = [learner._minibatch(rollout, list(range(8)), part, None) for part in np.split(advantages, 2)]
+    assert both.parts.tokens == sum(half.parts.tokens for half in halves) == 48
+    for name, gradient in both.gradients.items():
+        expected = (np.asarray(halves[0].gradients[name]) + np.asarray(halves[1].gradients[name])) / 2
+        # The micro-batches are cut elsewhere, and each one's gradient is a bfloat16 value: eight bits of mantissa.
+        np.testing.assert_allclose(gradient, expected, atol=float(np.abs(expected).max()) * 2**-6, err_msg=name)
 
 
 def test_every_parameter_receives_a_gradient(rollout):
