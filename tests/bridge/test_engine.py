@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_samples import Running, bits, engine_rows, running_engine, same_bits, tiny_policy
+from vllm import SamplingParams
 
 from contracts import handshake
 from contracts.errors import (
@@ -238,8 +239,6 @@ def test_parameters_of_another_policy_are_refused(running, wrong):
 
 def test_no_sync_while_requests_run(running):
     engine = running.engine._llm.llm_engine
-    from vllm import SamplingParams
-
     engine.add_request("other", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4))
     try:
         with pytest.raises(UnsupportedRequest, match="1 requests in flight"):
@@ -257,6 +256,16 @@ def test_an_infinite_logit_is_named_and_the_engine_goes_on(running):
     running.engine.sync(running.params)
     completions = running.engine.generate(running.prompts([4, 6], seed=11), Sampling(max_tokens=4, seed=1))
     assert same_bits([c.log_probs for c in completions], running.trainer_score(completions))
+
+
+def test_a_request_from_elsewhere_meets_the_error_itself(running):
+    """Nobody would ask for a recorded fault of a request that did not come from VllmEngine (a server's, say)."""
+    running.engine.sync({**running.params, "lm_head": running.params["lm_head"].at[7].set(3e38)})
+    with pytest.raises(NonFiniteLogits, match="region log_prob_rows"):
+        running.engine._run([[5, 6, 7]], [SamplingParams(max_tokens=2, detokenize=False)])
+    running.engine.sync(running.params)
+    (completion,) = running.engine.generate([[5, 6, 7]], Sampling(max_tokens=4, seed=1))
+    assert same_bits([completion.log_probs], running.trainer_score([completion]))
 
 
 @pytest.mark.parametrize(
