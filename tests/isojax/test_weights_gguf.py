@@ -218,21 +218,3 @@ def test_any_change_of_the_tokenizer_moves_its_digest(files: dict[str, bytes]) -
     changed = files | {SETTINGS_FILE: files[SETTINGS_FILE].replace(b"assistant", b"Assistant", 1)}
     assert len({tokenizer_digest(f) for f in (files, changed, {}, {TOKENIZER_FILE: files[TOKENIZER_FILE]})}) == 4
     assert tokenizer_digest(dict(reversed(files.items()))) == tokenizer_digest(files)
-
-
-@pytest.mark.slow
-def test_the_real_model_finds_english_likely_and_without_unpermuting_does_not(
-    source: Path, files: dict[str, bytes]
-) -> None:
-    policy, params = isojax.load(source)
-    assert sum(value.size for value in params.values()) == 134_515_008
-    text = "The capital of France is Paris, and the capital of Italy is Rome."
-    batch = isojax.pack([Tokenizer.from_buffer(files[TOKENIZER_FILE]).encode(text).ids])
-    right = np.asarray(policy.log_probs(params, batch))[batch.mask].mean()
-    qkv = np.array(params["layers.qkv"])
-    heads, head_dim = policy.config.num_heads + policy.config.num_kv_heads, policy.config.head_dim
-    for layer in range(len(qkv)):
-        qkv[layer, : heads * head_dim] = permuted(qkv[layer, : heads * head_dim], heads)
-    wrong = np.asarray(policy.log_probs(params | {"layers.qkv": jax.numpy.asarray(qkv)}, batch))[batch.mask].mean()
-    assert right > -2.5
-    assert wrong < right - 2

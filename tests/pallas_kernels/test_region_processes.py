@@ -20,9 +20,11 @@ PROCESSES = {
 
 
 def start(script, environment, processors):
+    # Each compiles for itself: with a shared cache the bits of one compilation would be compared with themselves.
+    own = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     return subprocess.Popen(
         [sys.executable, str(FOLDER / script)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+        env={**own, "JAX_PLATFORMS": "cpu", **environment},
         preexec_fn=(lambda: os.sched_setaffinity(0, processors)) if processors else None,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
