@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, Mesh
 
 from contracts.errors import UncoveredArithmetic
-from isojax.jaxprs import Jaxpr, JaxprEqn, closed_jaxprs, context_of, forward_rule, manual_axes, user_line
+from isojax.jaxprs import Jaxpr, JaxprEqn, closed_jaxprs, context_of, forward_rule, jvp_rule, manual_axes, user_line
 from pallas_kernels.region import is_region, region_of
 
 # Data goes elsewhere and keeps its bits, whatever its dtype. A plain pad writes a given value, so it is a move too.
@@ -74,7 +74,7 @@ class AuditReport:
 @dataclass
 class _Walk:
     mesh: Mesh | AbstractMesh | None
-    # Whether forward rules are entered: JAX runs a rule's own custom VJPs in their primal form.
+    # Whether rules are entered: JAX runs custom derivatives inside of a forward rule in their primal form.
     forward_rules: bool = True
     moves: Counter[str] = field(default_factory=Counter)
     calls: list[RegionCall] = field(default_factory=list)
@@ -84,7 +84,8 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | AbstractMesh | None =
     """Trace `fn(*args)` and prove that every floating-point operation in it is a region.
 
     args: arrays, `jax.ShapeDtypeStruct`s or pytrees of them. Scans, loops, branches, remat, jit, shard_map and custom
-    derivatives are entered; of a custom VJP the forward rule is audited as well, since it is what runs under gradients.
+    derivatives are entered; of a custom VJP the forward rule and of a custom JVP what its rule returns as results are
+    audited as well, since they are what runs under gradients.
     With a mesh, each region must also lie inside of shard_maps that make every axis of it manual: under automatic
     sharding XLA would gather the batch in front of a region and compute everything everywhere.
 
@@ -106,8 +107,8 @@ def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[Jax
             with context_of(equation):
                 for body in closed_jaxprs(equation):
                     _visit(body, walk, inner, path)
-            if name == "custom_vjp_call" and walk.forward_rules:
-                _visit_forward_rule(path, walk, inner)
+            if walk.forward_rules and name in ("custom_vjp_call", "custom_jvp_call"):
+                _visit_rule(path, walk, inner)
         elif name in MOVES or (name in INTEGER_ARITHMETIC and not _touches_floats(equation)):
             walk.moves[name] += 1
         elif name == "convert_element_type" and _dtype(equation.invars[0].aval) == equation.params["new_dtype"]:
@@ -117,11 +118,19 @@ def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[Jax
             raise _uncovered(path)
 
 
-def _visit_forward_rule(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> None:
-    """Audit what a custom VJP's forward rule computes for its results; its residuals serve the backward alone."""
+def _visit_rule(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> None:
+    """Audit what a custom derivative's rule computes for its results, which replace the function's under gradients.
+
+    Its residuals and tangents serve the backward alone.
+    """
     equation = path[0]
-    rule = forward_rule(equation)
-    used = [False] * (len(rule.outvars) - len(equation.outvars)) + [True] * len(equation.outvars)
+    results = [True] * len(equation.outvars)
+    if equation.primitive.name == "custom_vjp_call":
+        rule = forward_rule(equation)
+        used = [False] * (len(rule.outvars) - len(results)) + results
+    else:
+        rule = jvp_rule(equation)
+        used = results + [False] * (len(rule.outvars) - len(results))
     needed, _ = partial_eval.dce_jaxpr(rule, used)
     # The same regions were counted in the primal body.
     _visit(needed, _Walk(walk.mesh, forward_rules=False), manual, path)

@@ -12,7 +12,7 @@ from jax.sharding import use_abstract_mesh
 
 import pallas_kernels
 
-__all__ = ["Jaxpr", "JaxprEqn", "closed_jaxprs", "context_of", "forward_rule", "manual_axes", "user_line"]
+__all__ = ["Jaxpr", "JaxprEqn", "closed_jaxprs", "context_of", "forward_rule", "jvp_rule", "manual_axes", "user_line"]
 
 _LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (flax, pallas_kernels))
 
@@ -31,6 +31,13 @@ def forward_rule(equation: JaxprEqn) -> Jaxpr:
     """The jaxpr of a custom_vjp_call's forward rule; its results are the residuals, then the primal results."""
     primals = len(equation.invars) - equation.params["num_consts"]
     jaxpr, _ = equation.params["fwd_jaxpr_thunk"].call_wrapped(*[False] * primals)
+    return jaxpr
+
+
+def jvp_rule(equation: JaxprEqn) -> Jaxpr:
+    """The jaxpr of a custom_jvp_call's rule with every input's tangent given; its results, then their tangents."""
+    inputs = len(equation.invars) - equation.params["num_consts"]
+    jaxpr, *_ = equation.params["jvp_jaxpr_fun"].call_wrapped(*[False] * inputs)
     return jaxpr
 
 

@@ -51,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         trainer.run(show_progress=not arguments.quiet)
     except KeyboardInterrupt:
         # The trainer has saved what it had; this is an orderly end.
-        step, again = trainer.progress.step, f"isojax train {arguments.config} --resume {folder.path}"
-        then = f"after step {step}; continue with: {again}" if step else "before the first step was done"
+        step, again = trainer.checkpoints.latest(), f"isojax train {arguments.config} --resume {folder.path}"
+        then = f"after step {step}; continue with: {again}" if step else "before the first step was saved"
         print(f"isojax: stopped {then}", file=sys.stderr)
         return INTERRUPTED
     finally:

@@ -67,7 +67,7 @@ class Checkpoints:
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        except (ValueError, KeyError, OSError) as error:
+        except Exception as error:  # Orbax documents no error for damage, and raises bare Exceptions for some of it.
             raise self._damaged(step, error) from error
         return LearnerState(**restored["state"]), progress
 

@@ -18,6 +18,7 @@ from isojax.rl.checkpoint import Checkpoints, Progress
 from isojax.rl.clock import Clock
 from isojax.rl.config import Config
 from isojax.rl.data_order import example_indices
+from isojax.rl.interrupts import finishing_first
 from isojax.rl.learner import Learner
 from isojax.rl.metrics import MetricsFile, StepMetrics, step_metrics
 from isojax.rl.mismatch import Mismatch
@@ -80,8 +81,8 @@ class Trainer:
         self.checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
         start = digest(params)
         self.progress = Progress(0, 0, 0, config.seed, start, start, contract.validate_identities().numerical_policy)
-        # False while the weights are ahead of `progress`: an interrupt then has nothing consistent to save.
-        self._settled = True
+        # The learner's state that belongs to `progress`; while it holds another, there is nothing consistent to save.
+        self._settled = self.learner.state
         self._sync()
 
     def resume(self) -> None:
@@ -109,14 +110,15 @@ class Trainer:
                 )
         self.learner.restore(state)
         self.metrics.cut_after(step)
-        self.progress = progress
+        self.progress, self._settled = progress, state
         self._sync()
 
     def run(self, *, show_progress: bool = True) -> None:
         """All remaining steps, a checkpoint every `checkpoint_every` and after the last, the report kept up to date.
 
-        On Ctrl-C (KeyboardInterrupt) and on every error the last finished step is checkpointed and the report written
-        before the exception goes on.
+        Ctrl-C (KeyboardInterrupt) stops a rollout at once; in an update it waits until the step is finished. Then, and
+        on every error that left the weights as they were, the last finished step is checkpointed and the report
+        written before the exception goes on.
         """
         steps = self.config.train.steps
         reported = time.monotonic()
@@ -134,7 +136,7 @@ class Trainer:
                         write_report(self.folder)
                         reported = time.monotonic()
         finally:
-            if saved != self.progress.step and self._settled:
+            if saved != self.progress.step and self.learner.state is self._settled:
                 self.checkpoints.save(self.learner.state, self.progress)
             write_report(self.folder)
 
@@ -152,20 +154,20 @@ class Trainer:
         rewards = self._rewards(examples, completions)
         with clock("check"):
             mismatch = self._check(completions)
-        self._settled = False
-        with clock("train"):
-            reference = None if self._reference is None else self._score(self._reference, completions)
-            advantages = group_advantages(rewards, rollout.group_size)
-            result = self.learner.update(
-                completions, advantages, reference, require_exact=self.config.check.on_mismatch == "stop"
-            )
-        with clock("sync"):
-            progress = self._advanced(result.updates)
-            self._sync(progress)
-        mismatch = mismatch.joined(result.mismatch)
-        metrics = step_metrics(completions, rewards, rollout.group_size, mismatch, result, progress, clock.seconds)
-        self.progress, self._settled = progress, True
-        self.metrics.append(metrics)
+        with finishing_first():
+            with clock("train"):
+                reference = None if self._reference is None else self._score(self._reference, completions)
+                advantages = group_advantages(rewards, rollout.group_size)
+                result = self.learner.update(
+                    completions, advantages, reference, require_exact=self.config.check.on_mismatch == "stop"
+                )
+            with clock("sync"):
+                progress = self._advanced(result.updates)
+                self._sync(progress)
+            mismatch = mismatch.joined(result.mismatch)
+            metrics = step_metrics(completions, rewards, rollout.group_size, mismatch, result, progress, clock.seconds)
+            self.progress, self._settled = progress, self.learner.state
+            self.metrics.append(metrics)
         return metrics
 
     def close(self) -> None:

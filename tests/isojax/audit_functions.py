@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
 
@@ -73,6 +74,19 @@ def in_custom_jvp(stray):
     return function
 
 
+def in_jvp_rule(stray):
+    """`stray` only in the rule of a custom JVP: what runs under gradients and not without."""
+    function = jax.custom_jvp(lambda x: jnp.zeros(jax.eval_shape(stray, x).shape, jax.eval_shape(stray, x).dtype))
+
+    def rule(primals, tangents):
+        result = stray(*primals)
+        real = jnp.issubdtype(result.dtype, jnp.floating)
+        return result, jnp.zeros_like(result) if real else np.zeros(result.shape, jax.dtypes.float0)
+
+    function.defjvp(rule)
+    return function
+
+
 WRAPPERS = {
     "plain": lambda stray: stray,
     "jit": jax.jit,
@@ -83,6 +97,7 @@ WRAPPERS = {
     "custom_vjp": in_custom_vjp,
     "forward_rule": in_forward_rule,
     "custom_jvp": in_custom_jvp,
+    "jvp_rule": in_jvp_rule,
     "scan_of_remat_of_jit": lambda stray: in_scan(jax.checkpoint(jax.jit(stray))),
 }
 

@@ -77,7 +77,9 @@ def test_train_export_and_resume(workplace, capsys):
     assert main(["export", str(run / "checkpoints" / "3"), "--out", "policy"]) == 0
     assert lines[-1]["weight_digest"] in capsys.readouterr().out
     assert load_contract("policy").identities == load_contract(run / "policy").identities
-    assert main(["export", str(run), "--out", "policy"]) == 0
+    assert main(["export", str(run), "--out", str(run / "policy")]) == 2
+    assert "would be lost" in refusal(capsys)
+    assert main(["export", str(run), "--out", "newest"]) == 0
     assert main(["export", "runs/absent", "--out", "other"]) == 2
     assert "runs/absent" in refusal(capsys)
 

@@ -16,7 +16,7 @@ from isojax.policy import Policy, PolicyConfig
 from isojax.rl.config import Config
 from isojax.rl.config_file import parse_config
 from isojax.rl.prompts import PromptEncoder
-from isojax.rl.rollout import Completion
+from isojax.rl.rollout import Completion, RolloutEngine
 from isojax.rl.run_folder import RunFolder
 from isojax.rl.tasks import Example, Task
 from isojax.rl.trainer import Trainer
@@ -75,6 +75,11 @@ def small_contract() -> ExecutionContract:
     return build_contract(small_policy(), tokenizer={})
 
 
+def leaf_bits(tree: Any) -> list[bytes]:
+    """The bytes of every array in a tree."""
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
 def small_params(seed: int = 0) -> dict[str, jax.Array]:
     """Its random weights."""
     return jax.device_put(small_policy().init(jax.random.key(seed)), jax.devices()[0])
@@ -113,8 +118,8 @@ def copy_task(digits: int = 3) -> Task:
     return Task(examples, reward, "copy")
 
 
-def small_trainer(folder: Path, config: Config | None = None, engine: ReferenceEngine | None = None) -> Trainer:
-    """A trainer in `folder` on the small policy, the copy task and the reference engine."""
+def small_trainer(folder: Path, config: Config | None = None, engine: RolloutEngine | None = None) -> Trainer:
+    """A trainer in `folder` on the small policy and the copy task; on the reference engine if none is given."""
     config = config or run_config()
     run = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +127,7 @@ def small_trainer(folder: Path, config: Config | None = None, engine: ReferenceE
     return Trainer(
         config,
         policy=small_policy(),
-        params=small_params(),
+        params=small_params(config.policy.random_seed),
         contract=small_contract(),
         engine=engine or small_engine(),
         task=copy_task(),

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import os
+import signal
 
-import jax
 import numpy as np
 import pytest
 from reference_engine import one_bit_off
@@ -11,10 +12,10 @@ from rl_samples import (
     completion,
     copy_task,
     honest_report,
+    leaf_bits,
     run_config,
     small_contract,
     small_engine,
-    small_params,
     small_policy,
     small_trainer,
 )
@@ -27,11 +28,9 @@ from contracts.errors import (
     NonFiniteLogits,
     WeightDigestMismatch,
 )
-from isojax.rl.advantages import group_advantages
 from isojax.rl.checkpoint import Checkpoints
-from isojax.rl.learner import Learner
+from isojax.rl.interrupts import finishing_first
 from isojax.rl.metrics import MetricsFile, read_metrics
-from isojax.rl.rollout import Sampling
 from isojax.rl.run_folder import RunFolder, latest_run, new_run
 from isojax.weights.digest import digest
 
@@ -39,29 +38,6 @@ DESIGN_FIELDS = {
     *("step", "reward_mean", "tokens", "mismatch_tokens", "mismatch_max_abs", "full_rows", "full_row_mismatches"),
     *("kl", "clip_fraction", "seconds_rollout", "seconds_train", "seconds_sync", "weight_digest", "numerical_policy"),
 }
-
-
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
-
-
-def small_learner(**algorithm):
-    config = run_config(algorithm=algorithm)
-    return Learner(
-        small_policy(),
-        small_params(),
-        optimizer=config.optimizer,
-        algorithm=config.algorithm,
-        temperature=1.0,
-        micro_batch_tokens=64,
-    )
-
-
-@pytest.fixture(scope="module")
-def rollout():
-    engine = small_engine()
-    engine.sync(small_params())
-    return engine.generate([[0, 1], [0, 2]], Sampling(max_tokens=3, samples=4, seed=5))
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +94,8 @@ def test_step_four_after_a_resume_at_two_equals_step_four_uninterrupted_bit_for_
     assert second.progress == first.progress
     second.run(show_progress=False)
     assert second.progress == finished.progress
-    assert bits(second.learner.state) == bits(finished.learner.state)
-    assert bits(second.learner.params) == bits(finished.learner.params)
+    assert leaf_bits(second.learner.state) == leaf_bits(finished.learner.state)
+    assert leaf_bits(second.learner.params) == leaf_bits(finished.learner.params)
 
     def without_seconds(trainer):
         return [{key: value for key, value in line.items() if not key.startswith("seconds_")}
@@ -137,7 +113,7 @@ def test_without_the_optimizers_moments_a_resumed_run_would_not_be_equal(finishe
     fresh = small_trainer(tmp_path / "other", config)
     trainer.learner.restore(trainer.learner.state._replace(optimizer=fresh.learner.state.optimizer))
     trainer.run(show_progress=False)
-    assert bits(trainer.learner.params) != bits(finished.learner.params)
+    assert leaf_bits(trainer.learner.params) != leaf_bits(finished.learner.params)
 
 
 def test_an_engine_that_reports_one_wrong_bit_stops_the_run_before_a_weight_moves(tmp_path):
@@ -188,65 +164,6 @@ def test_an_engine_of_another_contract_is_refused_before_anything_is_sampled(tmp
     assert engine.params == {}
 
 
-def test_the_ratio_is_asserted_in_the_learner_itself(rollout):
-    wrong = [one_bit_off(rollout[0], 1), *rollout[1:]]
-    learner = small_learner()
-    with pytest.raises(DifferenceFound, match="ratio of the first minibatch"):
-        learner.update(wrong, np.ones(8, np.float32), None, require_exact=True)
-    assert bits(learner.params) == bits(small_params())
-
-
-def test_minibatches_and_epochs_are_updates_of_their_own_and_later_ratios_move(rollout):
-    learner = small_learner(minibatches=2, epochs=2)
-    advantages = group_advantages(np.arange(8.0), 4)
-    result = learner.update(rollout, advantages, None, require_exact=True)
-    assert result.updates == 4
-    assert (result.first_ratio_off_one, result.first_clip_fraction) == (0, 0)
-    assert result.policy_kl > 0
-    # trainer_fwd is compared where no weight had moved yet: the first minibatch, one prompt's group.
-    assert result.mismatch.tokens == 12
-
-
-def test_gradients_of_micro_batches_add_up(rollout):
-    """Sixteen completions fill two micro-batches; each half alone weighs its tokens twice as much."""
-    advantages = group_advantages(np.arange(16.0), 4)
-    learner = small_learner()
-    both = learner._minibatch([*rollout, *rollout], list(range(16)), advantages, None)
-    halves = [learner._minibatch(rollout, list(range(8)), part, None) for part in np.split(advantages, 2)]
-    assert both.parts.tokens == sum(half.parts.tokens for half in halves) == 48
-    for name, gradient in both.gradients.items():
-        expected = (np.asarray(halves[0].gradients[name]) + np.asarray(halves[1].gradients[name])) / 2
-        # The micro-batches are cut elsewhere, and each one's gradient is a bfloat16 value: eight bits of mantissa.
-        np.testing.assert_allclose(gradient, expected, atol=float(np.abs(expected).max()) * 2**-6, err_msg=name)
-
-
-def test_every_parameter_receives_a_gradient(rollout):
-    part = small_learner()._minibatch(rollout, list(range(8)), group_advantages(np.arange(8.0), 4), None)
-    assert {name for name, value in part.gradients.items() if np.abs(value).max() > 0} == set(small_params())
-
-
-def test_master_weights_keep_what_bfloat16_would_lose(rollout):
-    learner = small_learner()
-    learner._optimizer = learner._optimizer.model_copy(update={"learning_rate": 1e-6})
-    master = bits(learner.state.master)
-    for _ in range(2):
-        learner.update(rollout, group_advantages(np.arange(8.0), 4), None, require_exact=False)
-    assert bits(learner.state.master) != master
-    # 1e-6 is far below a bfloat16 ulp of most weights, so nearly all copies still round to where they were.
-    unchanged = [
-        np.mean(np.asarray(learner.params[name]) == np.asarray(value)) for name, value in small_params().items()
-    ]
-    assert min(unchanged) > 0.9
-    assert all(value.dtype == np.float32 for value in learner.state.master.values())
-
-
-def test_an_update_that_is_not_finite_is_refused_and_not_applied(rollout):
-    learner = small_learner()
-    with pytest.raises(NonFiniteLogits, match="loss"):
-        learner.update(rollout, np.full(8, np.nan, np.float32), None, require_exact=True)
-    assert bits(learner.params) == bits(small_params())
-
-
 def test_ctrl_c_keeps_the_last_finished_step(tmp_path):
     engine = small_engine()
 
@@ -266,7 +183,50 @@ def test_ctrl_c_keeps_the_last_finished_step(tmp_path):
     again = small_trainer(tmp_path / "run", config)
     again.resume()
     assert again.progress.step == 2
-    assert bits(again.learner.params) == bits(trainer.learner.params)
+    assert leaf_bits(again.learner.params) == leaf_bits(trainer.learner.params)
+
+
+def test_ctrl_c_in_an_update_waits_for_the_step_and_then_keeps_it(tmp_path, monkeypatch, capsys):
+    config = run_config(train={"steps": 9, "checkpoint_every": 9})
+    trainer = small_trainer(tmp_path / "run", config)
+    update = trainer.learner.update
+
+    def interrupted(*arguments, **keywords):
+        result = update(*arguments, **keywords)
+        if trainer.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(trainer.learner, "update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(show_progress=False)
+    trainer.close()
+    assert "once this step is finished" in capsys.readouterr().err
+    assert trainer.checkpoints.latest() == 3
+    again = small_trainer(tmp_path / "run", config)
+    again.resume()
+    assert leaf_bits(again.learner.params) == leaf_bits(trainer.learner.params)
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    def press_twice():
+        with finishing_first():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the second one waited as well")
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_update_that_is_refused_keeps_the_step_before_it(tmp_path, monkeypatch):
+    trainer = small_trainer(tmp_path / "run", run_config(train={"steps": 9, "checkpoint_every": 9}))
+    rewards = trainer._rewards
+    monkeypatch.setattr(trainer, "_rewards", lambda *given: rewards(*given) * (np.nan if trainer.progress.step else 1))
+    with pytest.raises(NonFiniteLogits):
+        trainer.run(show_progress=False)
+    assert trainer.checkpoints.latest() == 1
 
 
 def test_a_half_written_metrics_line_is_dropped_and_a_resume_cuts_what_is_beyond(tmp_path):
@@ -293,11 +253,22 @@ def test_damaged_and_foreign_checkpoints_are_refused(finished, tmp_path):
     other = finished.learner.state._replace(master={"another": np.zeros(3, np.float32)})
     with pytest.raises(BadCheckpoint, match="another"):
         checkpoints.restore(1, other)
-    for file in (tmp_path / "checkpoints" / "1" / "state").rglob("*"):
-        if file.is_file() and "ocdbt" not in file.name and file.stat().st_size > 200:
-            file.write_bytes(b"\0" * file.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", ["zeros", "truncated", "flipped", "deleted"])
+def test_a_damaged_checkpoint_is_refused(finished, tmp_path, damage):
+    Checkpoints(tmp_path).save(finished.learner.state, dataclasses.replace(finished.progress, step=1))
+    arrays = [file for file in (tmp_path / "1" / "state").rglob("d/*") if file.stat().st_size > 200]
+    assert arrays
+    for file in arrays:
+        content = file.read_bytes()
+        if damage == "deleted":
+            file.unlink()
+        else:
+            changed = {"zeros": bytes(len(content)), "truncated": content[: len(content) // 2]}
+            file.write_bytes(changed.get(damage, bytes(byte ^ 255 for byte in content)))
     with pytest.raises(BadCheckpoint, match="unreadable"):
-        Checkpoints(tmp_path / "checkpoints").restore(1, finished.learner.state)
+        Checkpoints(tmp_path).restore(1, finished.learner.state)
 
 
 def test_a_run_cannot_resume_under_another_seed_contract_or_reference(finished, tmp_path):
