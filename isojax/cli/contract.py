@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from contracts import bits_float, diff, format_diff, load_contract, parse_mesh
+from contracts import diff, format_contract, format_diff, load_contract, parse_mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,17 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(json.loads(contract.canonical_bytes()), indent=2))
         return 0
-    model, identities = contract.model, contract.validate_identities()
-    print(f"model          {model.family}, {model.architecture}")
-    print(f"cases          {', '.join(contract.cases)}")
-    print(f"temperature    {bits_float(contract.semantics.temperature)}")
-    print(f"claims         {contract.claims.state}, on {', '.join(contract.claims.device_kinds)}")
-    for claim in contract.claims.topology:
-        print(f"  {claim.axis:12} {claim.kind:9} {', '.join(map(str, claim.allowed))}  (gate {claim.gate})")
-    print("composition")
-    for entry in contract.composition:
-        print(f"  {entry.region:16} {entry.impl_id} {entry.version} on {entry.arch}  [{', '.join(entry.cases)}]")
-    print("identities")
-    for name in ("semantic", "numerical_policy", "deployment"):
-        print(f"  {name:16} {getattr(identities, name)}")
+    contract.validate_identities()
+    print(format_contract(contract))
     return 0

@@ -6,10 +6,10 @@ import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
 
 import jax
 
+from isojax.cpu_arch import cpu_flags
 from isojax.rl.rollout import ENGINE_ENTRY_POINTS
 
 PACKAGES = (
@@ -54,7 +54,7 @@ def diagnose() -> Diagnosis:
         "system": f"{platform.system()} {platform.machine()}",
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
-        "instruction sets": " ".join(flag for flag in CPU_FLAGS if flag in _cpu_flags()) or "none of the usual",
+        "instruction sets": " ".join(flag for flag in CPU_FLAGS if flag in cpu_flags()) or "none of the usual",
         "jax devices": f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})",
     }
     return Diagnosis(platform.python_version(), packages, machine, tuple(_capabilities(packages, devices[0])))
@@ -108,11 +108,3 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu_flags() -> set[str]:
-    path = Path("/proc/cpuinfo")
-    if not path.exists():
-        return set()
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith(("flags", "Features"))]
-    return set(lines[0].split(":", 1)[1].split()) if lines else set()

@@ -143,7 +143,7 @@ class EngineSection(Section):
 
 
 class Config(Section):
-    """A whole training run. `seed` fixes everything random in it: data order, sampling and nothing else."""
+    """A whole training run. `seed` decides data order and sampling; random weights have a seed of their own."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     seed: NotNegative = 0

@@ -15,7 +15,7 @@ import numpy as np
 from bridge.engine import VllmEngine
 from isojax import Policy, PolicyConfig, completion_rows, export_policy, pack
 from isojax.policy import RopeConfig
-from isojax.rl.rollout import Completion
+from isojax.rl.rollout import Completion, Sampling
 
 VOCABULARY = 300
 CONTEXT = 256
@@ -64,6 +64,7 @@ class Running:
     policy: Policy
     params: dict[str, jax.Array]
     folder: Path
+    temperature: float = 1.0
     cached_tokens: list[int] = field(default_factory=list)
     """Prompt tokens that the last call found in the prefix cache, one count a request."""
 
@@ -72,16 +73,36 @@ class Running:
         generator = np.random.default_rng(seed)
         return [generator.integers(3, VOCABULARY, length).tolist() for length in lengths]
 
-    def trainer_score(self, completions: Sequence[Completion], params: dict[str, jax.Array] | None = None) -> Any:
+    def sampling(self, max_tokens: int, seed: int) -> Sampling:
+        """Sampling at the contract's temperature."""
+        return Sampling(max_tokens=max_tokens, seed=seed, temperature=self.temperature)
+
+    def trainer_score(
+        self,
+        completions: Sequence[Completion],
+        params: dict[str, jax.Array] | None = None,
+        temperature: float | None = None,
+    ) -> Any:
         """`policy.log_probs` at every completion token: one fp32 array a completion."""
         batch = _packed(completions)
-        values = np.asarray(self.policy.log_probs(params or self.params, batch))
+        values = np.asarray(self.policy.log_probs(params or self.params, batch, temperature or self.temperature))
         return [values[completion_rows(batch, index)] for index in range(len(completions))]
+
+    def trainer_prompt_scores(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """`policy.log_probs` at every prompt token but the first: what `engine.score` returns."""
+        return self.trainer_score(
+            [
+                Completion(index, tuple(prompt[:1]), tuple(prompt[1:]), np.zeros(0), "length", "")
+                for index, prompt in enumerate(prompts)
+            ]
+        )
 
     def trainer_forward(self, completions: Sequence[Completion]) -> Any:
         """The same tokens from the forward inside of a value_and_grad: the trainer's training pass."""
         batch = _packed(completions)
-        _, values = _value_and_grad(self.policy)(self.params, self.policy.buffers, batch)
+        _, values = _value_and_grad(self.policy)(
+            self.params, self.policy.buffers, batch, jax.numpy.float32(self.temperature)
+        )
         return [np.asarray(values)[completion_rows(batch, index)] for index in range(len(completions))]
 
     def trainer_rows(self, completions: Sequence[Completion], params: dict[str, jax.Array] | None = None) -> Any:
@@ -94,7 +115,8 @@ class Running:
         ]
         # One row count for all tests, since each is a compilation of the whole policy.
         padded = np.resize(wanted, PADDED_ROWS)
-        return np.asarray(self.policy.log_prob_rows(params or self.params, batch, padded))[: len(wanted)]
+        rows = self.policy.log_prob_rows(params or self.params, batch, padded, self.temperature)
+        return np.asarray(rows)[: len(wanted)]
 
 
 def engine_rows(completions: Sequence[Completion]) -> np.ndarray:
@@ -113,15 +135,17 @@ def same_bits(left: Any, right: Any) -> bool:
 
 
 @contextmanager
-def running_engine(folder: Path, dtype: str, *, tied: bool, **settings: Any) -> Iterator[Running]:
+def running_engine(
+    folder: Path, dtype: str, *, tied: bool, temperature: float = 1.0, **settings: Any
+) -> Iterator[Running]:
     """A synced engine on a freshly exported tiny policy; closed at the end, since only one may run at a time."""
     policy, params = tiny_policy(dtype, tied=tied)
-    export_policy(folder, policy, params, {})
+    export_policy(folder, policy, params, {}, temperature=temperature)
     engine = VllmEngine(
         folder, **{"max_step_tokens": STEP_TOKENS, "kv_cache_bytes": 8 << 20, "page_size": 16, **settings}
     )
     try:
-        running = Running(engine, policy, params, folder)
+        running = Running(engine, policy, params, folder, temperature)
         engine.report()
         engine.sync(params)
         _record_cached_tokens(running)
@@ -151,12 +175,12 @@ _compiled: dict[int, Any] = {}
 
 
 def _value_and_grad(policy: Policy) -> Any:
-    def loss(params: Any, buffers: Any, batch: Any) -> Any:
-        values = policy.score(params, buffers, batch)
+    def loss(params: Any, buffers: Any, batch: Any, temperature: Any) -> Any:
+        values = policy.score(params, buffers, batch, temperature)
         return values.sum(), values
 
-    def both(params: Any, buffers: Any, batch: Any) -> Any:
-        (value, values), gradients = jax.value_and_grad(loss, has_aux=True)(params, buffers, batch)
+    def both(*arguments: Any) -> Any:
+        (value, values), gradients = jax.value_and_grad(loss, has_aux=True)(*arguments)
         # Returned, so that the backward and its recomputed forward are really there.
         return (value, gradients), values
 

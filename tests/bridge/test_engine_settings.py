@@ -17,9 +17,10 @@ from vllm.sampling_params import StructuredOutputsParams
 from bridge.plugin import register
 from bridge.requests import check_sampling_params
 from bridge.sampling import draw, uniform
-from bridge.settings import CPU_WORKER, SAMPLING_PROCESSOR
+from bridge.settings import ARCHITECTURE, CPU_WORKER, SAMPLING_PROCESSOR
 from contracts.errors import BadContract, MeshNotClaimed, UnsupportedModel, UnsupportedRequest
 from isojax import export_policy
+from isojax.policy.config import EXPORTED_ARCHITECTURE
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +166,7 @@ def test_uniform_depends_on_seed_and_index():
     values = {uniform(seed, index) for seed in (0, 1, -1, 2**63) for index in range(100)}
     assert len(values) == 400
     assert all(0.0 <= value < 1.0 for value in values)
+
+
+def test_exported_policies_name_the_architecture_that_the_plugin_registers():
+    assert ARCHITECTURE == EXPORTED_ARCHITECTURE

@@ -9,10 +9,12 @@ import pytest
 from engine_samples import STEP_TOKENS, Running, engine_rows, running_engine, same_bits
 
 from contracts.errors import NonFiniteLogits
-from isojax.rl.rollout import Completion, Sampling
+from isojax.rl.rollout import Completion
 
 pytestmark = pytest.mark.engine
 
+# Case 12: one of the dtypes at a temperature other than 1.
+TEMPERATURE = {"bfloat16": 1.0, "float32": 0.6}
 COMBINATIONS = [(process, dtype) for dtype in ("bfloat16", "float32") for process in ("in_process", "separate_process")]
 BATCHES = (1, 3, 17)
 TOKENS = 12
@@ -24,7 +26,11 @@ def running(request, tmp_path_factory):
     process, dtype = request.param
     folder = tmp_path_factory.mktemp("policy") / "exported"
     with running_engine(
-        folder, dtype, tied=dtype == "bfloat16", separate_process=process == "separate_process"
+        folder,
+        dtype,
+        tied=dtype == "bfloat16",
+        temperature=TEMPERATURE[dtype],
+        separate_process=process == "separate_process",
     ) as engine:
         yield engine
 
@@ -47,35 +53,34 @@ def _lengths(batch: int, longest: int = 40) -> list[int]:
 @pytest.mark.parametrize("batch", BATCHES)
 def test_prefill_equals_the_trainer(running, batch):
     prompts = running.prompts(_lengths(batch), seed=batch)
-    completions = running.engine.generate(prompts, Sampling(max_tokens=1, seed=1), full_rows=batch)
+    completions = running.engine.generate(prompts, running.sampling(1, seed=1), full_rows=batch)
     assert [len(completion.rows or {}) for completion in completions] == [1] * batch
     _assert_parity(running, completions)
+    if running.temperature != 1:
+        sampled = [completion.log_probs for completion in completions]
+        assert not same_bits(sampled, running.trainer_score(completions, temperature=1.0))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_scores_of_prompts_equal_the_trainer(running, batch):
     lengths = [150, *_lengths(batch)[1:]]  # the first in three chunks
     prompts = [prompt for prompt in running.prompts(lengths, seed=50 + batch) if len(prompt) > 1]
-    as_completions = [
-        Completion(index, tuple(prompt[:1]), tuple(prompt[1:]), np.zeros(0), "length", "")
-        for index, prompt in enumerate(prompts)
-    ]
     scores = running.engine.score(prompts)
     assert [len(score) for score in scores] == [len(prompt) - 1 for prompt in prompts]
-    assert same_bits(scores, running.trainer_score(as_completions))
+    assert same_bits(scores, running.trainer_prompt_scores(prompts))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_chunked_prefill_equals_the_trainer(running, batch):
     prompts = running.prompts([150, *_lengths(batch)[1:]], seed=100 + batch)
     assert len(prompts[0]) > 2 * STEP_TOKENS, "the prompt must not fit into two steps"
-    _assert_parity(running, running.engine.generate(prompts, Sampling(max_tokens=3, seed=2), full_rows=6))
+    _assert_parity(running, running.engine.generate(prompts, running.sampling(3, seed=2), full_rows=6))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_prefix_cache_hit_equals_the_trainer(running, batch):
     prompts = running.prompts([50] * batch, seed=200 + batch)
-    sampling = Sampling(max_tokens=3, seed=3)
+    sampling = running.sampling(3, seed=3)
     first = running.engine.generate(prompts, sampling)
     assert running.cached_tokens == [0] * batch
     second = running.engine.generate(prompts, sampling, full_rows=6)
@@ -87,7 +92,7 @@ def test_a_prefix_cache_hit_equals_the_trainer(running, batch):
 @pytest.mark.parametrize("batch", BATCHES)
 def test_decode_equals_the_trainer(running, batch):
     prompts = running.prompts(_lengths(batch, longest=20), seed=300 + batch)
-    completions = running.engine.generate(prompts, Sampling(max_tokens=TOKENS, seed=4), full_rows=3 * batch)
+    completions = running.engine.generate(prompts, running.sampling(TOKENS, seed=4), full_rows=3 * batch)
     assert all(len(completion.tokens) == TOKENS for completion in completions)
     assert any(place > 0 for completion in completions for place in completion.rows or {})
     _assert_parity(running, completions)
@@ -97,9 +102,9 @@ def test_decode_equals_the_trainer(running, batch):
 def test_a_preempted_and_resumed_request_equals_the_trainer(running, batch):
     prompts = running.prompts(_lengths(batch), seed=400 + batch)
     with _preempting(running.engine, after_steps=6) as preempted:
-        completions = running.engine.generate(prompts, Sampling(max_tokens=TOKENS, seed=5), full_rows=3 * batch)
+        completions = running.engine.generate(prompts, running.sampling(TOKENS, seed=5), full_rows=3 * batch)
     assert preempted == [batch], "all requests must have been running when they were preempted"
-    undisturbed = running.engine.generate(prompts, Sampling(max_tokens=TOKENS, seed=5))
+    undisturbed = running.engine.generate(prompts, running.sampling(TOKENS, seed=5))
     assert [c.tokens for c in completions] == [c.tokens for c in undisturbed], "the draws depend on the preemption"
     _assert_parity(running, completions)
 
@@ -110,10 +115,10 @@ def test_a_nan_in_the_weights_is_named_and_the_engine_goes_on(running):
     broken[name] = broken[name].at[1, 5, 7].set(np.nan)
     running.engine.sync(broken)
     with pytest.raises(NonFiniteLogits, match=r"prompt 0, sample 0, position 4, region layers_1_matmul_3"):
-        running.engine.generate(running.prompts([5, 9], seed=1), Sampling(max_tokens=4, seed=1))
+        running.engine.generate(running.prompts([5, 9], seed=1), running.sampling(4, seed=1))
     running.engine.sync(running.params)
     _assert_parity(
-        running, running.engine.generate(running.prompts([5, 9], seed=1), Sampling(max_tokens=4, seed=1), full_rows=4)
+        running, running.engine.generate(running.prompts([5, 9], seed=1), running.sampling(4, seed=1), full_rows=4)
     )
 
 
