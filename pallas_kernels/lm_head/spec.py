@@ -7,7 +7,7 @@ from pallas_kernels.rounding import LANES
 LEAVES = 8
 BLOCK = 512
 # Rows of one tile of logits. They are neutral for the bits, as in the matmul.
-ROW_TILES = (16, 64)
+ROW_TILES = (8, 16, 64)
 
 _ROUNDING = (
     "logits are one fp32 leaf of the matmul, never rounded",

@@ -4,7 +4,7 @@ from pallas_kernels.region import Spec
 
 # Rows of one dot, the smallest that holds all rows or else the largest. They are neutral: a dot of any of these row
 # counts over a multiple of 64 columns is one fused multiply-add chain along K for every element.
-ROW_TILES = (16, 64, 256)
+ROW_TILES = (8, 16, 64, 256)
 # XLA:CPU runs a dot as such a chain when the columns are a multiple of this; other widths take other kernels.
 COLUMN_TILE = 64
 # The chain starts again from zero after so many steps, and the pieces are added in ascending order.
