@@ -38,7 +38,7 @@ def tokenizer_files(source: str | Path) -> TokenizerFiles:
     """
     path = Path(source)
     if path.suffix == ".gguf":
-        return _from_gguf(open_gguf(path).metadata)
+        return rebuilt_tokenizer(open_gguf(path).metadata)
     if not (path / TOKENIZER_FILE).exists():
         return {}
     return {
@@ -53,7 +53,11 @@ def tokenizer_digest(files: Mapping[str, bytes]) -> str:
     return sha256_hex({name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
 
 
-def _from_gguf(metadata: Mapping[str, Any]) -> TokenizerFiles:
+def rebuilt_tokenizer(metadata: Mapping[str, Any]) -> TokenizerFiles:
+    """Hugging Face files of the tokenizer in a GGUF file's metadata.
+
+    Raises `UnsupportedModel` for one that has no exact form here and `BadCheckpoint` for one that contradicts itself.
+    """
     values = {name.removeprefix("tokenizer."): value for name, value in metadata.items()}
     kind, pre = values.get("ggml.model"), values.get("ggml.pre")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
