@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import isojax
 from contracts.errors import BadCheckpoint, BadConfig, UnsupportedModel
 from isojax.weights.names import name_table, unpack
+from isojax.weights.safetensors import open_tensors
 
 Tensors = dict[str, np.ndarray]
 NORM, UP = "model.norm.weight", "model.layers.{}.mlp.up_proj.weight"
