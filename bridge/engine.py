@@ -17,7 +17,7 @@ from bridge.start import EngineOptions, start_vllm, stop_vllm
 from bridge.vllm_api import finish_weight_update, weight_version
 from bridge.weight_sync import WeightSender
 from bridge.weights import check_parameters
-from contracts import EngineReport, ExecutionContract, bits_float, check_kernels, load_contract
+from contracts import EngineReport, ExecutionContract, bits_float, check_kernels, load_contract, token_ids
 from contracts.errors import EmptyBatch, HandshakeRefused, PromptTooLong, UnsupportedRequest, WeightDigestMismatch
 from isojax.rl.rollout import Completion, Sampling
 from isojax.weights.digest import digest
@@ -97,10 +97,10 @@ class VllmEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
         """Samples completions; see `RolloutEngine.generate`. Token ids in, token ids and fp32 log-probabilities out."""
         weights = self._require_ready()
-        self._check(prompts, sampling)
+        ids = self._checked_ids(prompts, sampling)
         pairs = itertools.product(range(len(prompts)), range(sampling.samples))
         requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
-        tokens = [list(map(int, prompts[request.prompt])) for request in requests]
+        tokens = [ids[request.prompt] for request in requests]
         params = [request.sampling_params(number, sampling) for number, request in enumerate(requests)]
         if full_rows:
             self._rpc("isojax_tap_rows", full_rows, secrets.randbits(62) if sampling.seed is None else sampling.seed)
@@ -123,12 +123,12 @@ class VllmEngine:
         What the trainer's `policy.log_probs` gives for the same tokens. vLLM reads no prefix cache for such requests.
         """
         self._require_ready()
-        self._check(sequences, Sampling(max_tokens=1, greedy=True))
+        ids = self._checked_ids(sequences, Sampling(max_tokens=1, greedy=True))
         params = [
             sampling_params(record=number, max_tokens=1, temperature=0.0, prompt_logprobs=0)
             for number in range(len(sequences))
         ]
-        outputs = self._run([list(map(int, sequence)) for sequence in sequences], params)
+        outputs = self._run(ids, params)
         self._refuse_faults([SampleRequest(number, 0) for number in range(len(sequences))])
         return [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
 
@@ -175,7 +175,8 @@ class VllmEngine:
             )
         return self._digest
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    def _checked_ids(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
+        """The prompts as plain integers, after refusing what this engine cannot run."""
         if not len(prompts) or any(not len(prompt) for prompt in prompts):
             raise EmptyBatch(
                 field="prompts",
@@ -192,14 +193,6 @@ class VllmEngine:
                     allowed=f"at most {limit} tokens",
                     reason="The context must also hold the first sampled token.",
                 )
-            low, high = min(prompt), max(prompt)
-            if low < 0 or high >= self._contract.model.vocab_size:
-                raise UnsupportedRequest(
-                    field=f"prompts[{index}]",
-                    found=f"token ids from {low} to {high}",
-                    allowed=f"0..{self._contract.model.vocab_size - 1}",
-                    reason="The policy's embedding has no other rows.",
-                )
         wanted = bits_float(self._contract.semantics.temperature)
         # The region divides by an fp32 number, so 0.6 means the fp32 number nearest to it.
         if not sampling.greedy and np.float32(sampling.temperature) != np.float32(wanted):
@@ -210,6 +203,13 @@ class VllmEngine:
                 reason="The engine's log-probabilities are log_softmax(logits / T) at that T; export the policy with "
                 "another one.",
             )
+
+        def checked(values: Sequence[int], field: str) -> list[int]:
+            size = self._contract.model.vocab_size
+            return list(token_ids(values, field=field, vocab_size=size, refusal=UnsupportedRequest))
+
+        checked(sampling.stop_token_ids, "stop_token_ids")
+        return [checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
     def _refuse_faults(self, requests: Sequence[SampleRequest]) -> None:
         faults = [Fault(**fields) for fields in self._rpc("isojax_take_faults")]

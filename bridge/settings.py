@@ -82,7 +82,7 @@ class EngineSettings(VerifyAndUpdateConfig):
                 "platform",
                 current_platform.device_type,
                 "cpu",
-                "This contract's regions are XLA:CPU code; an sm90 policy is exported with --arch sm90.",
+                "This contract's regions are XLA:CPU code; a GPU needs a policy that was exported for it.",
             )
         if parallel.worker_cls not in ("auto", CPU_WORKER):
             raise _refused("worker_cls", parallel.worker_cls, CPU_WORKER, "The worker names the owner of every row.")

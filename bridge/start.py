@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from contracts import ExecutionContract
 
 
+_LEAST = {
+    "max_context": (0, "It is a number of tokens; 0 takes the policy's own limit."),
+    "max_step_tokens": (1, "A step computes a token."),
+    "max_sequences": (1, "A step serves a request."),
+    "kv_cache_bytes": (1, "Keys and values need memory."),
+    "page_size": (1, "A page holds a token."),
+    "seed": (0, "vLLM's generators take no other."),
+}
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How vLLM is run. None of these changes a bit of a log-probability.
@@ -37,9 +47,23 @@ class EngineOptions:
     prefix_cache: bool = True
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Refuse what vLLM would accept and fail on later."""
+        for name, (least, reason) in _LEAST.items():
+            if getattr(self, name) < least:
+                raise BadConfig(
+                    field=f"engine.settings.{name}",
+                    found=getattr(self, name),
+                    allowed=f"{least} or more",
+                    reason=reason,
+                )
+
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> EngineOptions:
-        """Options from a TOML table or keyword arguments. Raises BadConfig for an unknown name or a wrong type."""
+        """Options from a TOML table or keyword arguments.
+
+        Raises BadConfig for an unknown name, a wrong type or a value out of range.
+        """
         known = {field.name: type(field.default) for field in fields(cls)}
         for name, value in settings.items():
             if name not in known or type(value) is not known[name]:

@@ -18,6 +18,8 @@ from contracts.model import ModelSection
 from contracts.section import IDENTITIES
 from contracts.semantics import Semantics
 from contracts.show import format_contract, format_value
+from contracts.temperature import check_temperature
+from contracts.token_ids import token_ids
 from contracts.toolchain import Toolchain
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "canonical_bytes",
     "check_case",
     "check_kernels",
+    "check_temperature",
     "compute_identities",
     "diff",
     "float_bits",
@@ -57,5 +60,6 @@ __all__ = [
     "parse_mesh",
     "save_contract",
     "sha256_hex",
+    "token_ids",
     "topology",
 ]

@@ -1,12 +1,12 @@
 """Contracts on disk: `execution_contract.json`, canonical bytes, read strictly."""
 
-import json
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from contracts.contract import ExecutionContract
 from contracts.errors import BadContract
+from contracts.user_files import parse_json, read_bytes
 
 FILE_NAME = "execution_contract.json"
 
@@ -29,15 +29,9 @@ def load_contract(path: str | Path) -> ExecutionContract:
     one whose stored identities are not those of its fields.
     """
     file = _file(path)
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise BadContract(
-            field="contract file",
-            found=f"{file}: {error.strerror}",
-            allowed=f"a readable file or a folder with {FILE_NAME}",
-            reason="Without its contract a policy is not run.",
-        ) from error
+    content = read_bytes(
+        file, refusal=BadContract, allowed=f"a readable file or a folder with {FILE_NAME}", field="contract file"
+    )
     contract = parse_contract(content, where=str(file))
     contract.validate_identities()
     return contract
@@ -45,17 +39,7 @@ def load_contract(path: str | Path) -> ExecutionContract:
 
 def parse_contract(content: bytes | str, where: str = "contract") -> ExecutionContract:
     """A contract from JSON text. Refuses double keys, floats and NaN, which JSON readers silently accept."""
-    try:
-        text = content.decode("utf-8") if isinstance(content, bytes) else content
-        data = json.loads(text, object_pairs_hook=_no_double_keys, parse_float=_no_number, parse_constant=_no_number)
-    except ValueError as error:
-        raise BadContract(
-            field=where, found=f"text that is not JSON: {error}", allowed="UTF-8 JSON", reason="The file is damaged."
-        ) from error
-    except RecursionError as error:
-        raise BadContract(
-            field=where, found="JSON nested too deeply", allowed="a contract", reason="The file is damaged."
-        ) from error
+    data = parse_json(content, where=where, refusal=BadContract, decimals=False)
     try:
         return ExecutionContract.model_validate(data)
     except ValidationError as error:
@@ -65,28 +49,6 @@ def parse_contract(content: bytes | str, where: str = "contract") -> ExecutionCo
 def _file(path: str | Path) -> Path:
     path = Path(path)
     return path / FILE_NAME if path.is_dir() else path
-
-
-def _no_double_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise BadContract(
-                field=key,
-                found="the key twice in one object",
-                allowed="once",
-                reason="Readers differ in which they take.",
-            )
-    return dict(pairs)
-
-
-def _no_number(text: str) -> object:
-    raise BadContract(
-        field="number",
-        found=text,
-        allowed="integers, and floats as f64: bit patterns",
-        reason="A float written in decimal may not come back as the same bits.",
-    )
 
 
 def _refusal(error: ValidationError, where: str) -> BadContract:

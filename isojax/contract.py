@@ -20,6 +20,7 @@ from contracts import (
     PinnedClaim,
     Semantics,
     Toolchain,
+    check_temperature,
     float_bits,
 )
 from contracts.errors import BadConfig
@@ -55,8 +56,10 @@ def build_contract(
     log_softmax(logits / T). The composition is what the audit finds in the policy's own forward, with the parameters of
     every call, so a policy with stray arithmetic has no contract.
 
-    Raises `UncoveredArithmetic` for such a policy and `BadConfig` for an architecture without kernels.
+    Raises `UncoveredArithmetic` for such a policy and `BadConfig` for an architecture without kernels or a temperature
+    that float32 does not hold.
     """
+    temperature = check_temperature(temperature)
     if arch != "cpu":
         raise BadConfig(
             field="arch", found=arch, allowed=["cpu"], reason="No sealed kernels for it are in this installation."
@@ -159,7 +162,7 @@ def _constant(value: int | float | bool | str) -> int | bool | str:
 
 def _semantics(policy: Policy, temperature: float) -> Semantics:
     return Semantics(
-        temperature=float_bits(float(np.float32(temperature))),
+        temperature=float_bits(temperature),
         sampling_filters="none",
         sampling_rng="splitmix64_inverse_cdf",
         nan_policy="refuse",

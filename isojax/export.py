@@ -40,7 +40,14 @@ def export_policy(
     Raises `BadConfig` where the place is taken by something else, or the parameters are not the policy's, and
     `UncoveredArithmetic` for a policy with arithmetic outside of its regions.
     """
-    target = Path(folder)
+    target = Path(folder).resolve()
+    if Path.cwd().is_relative_to(target):
+        raise BadConfig(
+            field="folder",
+            found=str(target),
+            allowed="a folder beside or below the current one",
+            reason="It is replaced as a whole, which would leave this process and its shell in a deleted folder.",
+        )
     if target.exists() and not (target / FILE_NAME).exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadConfig(
             field="folder",
@@ -48,7 +55,7 @@ def export_policy(
             allowed="a new folder, an empty one or an exported policy",
             reason="It holds something else, which export would delete.",
         )
-    _check_parameters(policy, params)
+    policy.check_parameters(params)
     contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
@@ -94,16 +101,3 @@ def _replace(target: Path, partial: Path) -> None:
         os.rename(target, old)
     os.rename(partial, target)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _check_parameters(policy: Policy, params: Parameters) -> None:
-    found = {name: f"{value.dtype}{list(value.shape)}" for name, value in params.items()}
-    expected = {name: f"{shape.dtype}{list(shape.shape)}" for name, shape in policy.parameter_shapes.items()}
-    if found != expected:
-        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise BadConfig(
-            field=f"params[{wrong[0]}]",
-            found=found.get(wrong[0], "missing"),
-            allowed=expected.get(wrong[0], "no such parameter"),
-            reason="The parameters are not this policy's.",
-        )

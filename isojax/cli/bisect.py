@@ -41,12 +41,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     def outputs(name: str) -> list[RegionOutput]:
         if name.endswith(".npz"):
-            return load_outputs(Path(name))
+            return load_outputs(Path(name), tokens)
         return open_executor(name)(arguments.policy, policy, params, batch)
 
     left = outputs(arguments.left)
     if arguments.save is not None:
-        save_outputs(arguments.save, left)
+        save_outputs(arguments.save, left, tokens)
         print(f"{arguments.save}: {len(left)} region calls on {len(tokens)} tokens")
         return 0
     found = find_parting(left, outputs(arguments.right))

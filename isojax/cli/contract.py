@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from contracts import diff, format_contract, format_diff, load_contract, parse_mesh
+from contracts.errors import BadConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if differences else 0
     contract = load_contract(arguments.contract)
     if arguments.action == "check":
-        contract.check_mesh(parse_mesh(arguments.mesh))
+        mesh = parse_mesh(arguments.mesh)
+        if not mesh:
+            raise BadConfig(
+                field="--mesh",
+                found=repr(arguments.mesh),
+                allowed="at least one axis=degree, such as tp=1",
+                reason="It names no mesh, so nothing would be checked.",
+            )
+        contract.check_mesh(mesh)
         print(f"{arguments.mesh}: proved for {contract.model.family} on {', '.join(contract.claims.device_kinds)}")
         return 0
     if arguments.json:

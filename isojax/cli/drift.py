@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from contracts import handshake, load_contract
+from contracts import FILE_NAME, bits_float, handshake, load_contract
 from contracts.errors import BadConfig
 from isojax.evidence.drift import LogProbs, load_log_probs, measure, sample, save_log_probs, score_like
 from isojax.rl.rollout import open_engine
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.description = (
         "Compare log-probabilities of the same tokens. Each side is a JSONL dump, `ENGINE:POLICY` (A only: that engine "
-        "samples), or `trainer:POLICY` (B only: the trainer scores what A sampled)."
+        "samples), or `trainer:POLICY` (B only: the trainer scores what A sampled, at its contract's temperature)."
     )
     parser.add_argument("a", metavar="A", help="dump.jsonl or ENGINE:POLICY, for example vllm:runs/NAME/policy")
     parser.add_argument("b", metavar="B", nargs="?", help="dump.jsonl or trainer:POLICY; left out with --save")
@@ -42,12 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
     name, separator, folder = arguments.b.partition(":")
     if separator and name == "trainer":
         policy, params = load(folder)
-        right = score_like(left, policy, params)
+        right = score_like(left, policy, params, temperature=_temperature(Path(folder)))
     else:
         right = load_log_probs(Path(arguments.b))
     drift = measure(left, right)
     print(drift)
     return 1 if drift.different else 0
+
+
+def _temperature(folder: Path) -> float:
+    """The contract's T; 1 for weights without a contract."""
+    if not (folder / FILE_NAME).exists():
+        return 1.0
+    return bits_float(load_contract(folder).semantics.temperature)
 
 
 def _left(source: str, tokens: int) -> LogProbs:

@@ -56,8 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        print(f"isojax: {error}", file=sys.stderr)
-        return Refusal.exit_code
+        refused = Refusal(
+            field=error.filename or "file",
+            found=error.strerror or str(error),
+            allowed="a path that this command can read or write",
+            reason="The operating system refused it.",
+        )
+        print(explain(refused), file=sys.stderr)
+        return refused.exit_code
 
 
 def explain(error: IsojaxError) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from contracts.errors import BadConfig
 from isojax.evidence.capture import RegionOutput
 
-_FORMAT = "isojax region outputs 1"
+_FORMAT = "isojax region outputs 2"
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,20 @@ def find_parting(left: Sequence[RegionOutput], right: Sequence[RegionOutput]) ->
     )
 
 
-def save_outputs(path: Path, outputs: Sequence[RegionOutput]) -> None:
-    """Write an execution to an .npz file: the bits of every result, and a table of names, layers and dtypes."""
+def save_outputs(path: Path, outputs: Sequence[RegionOutput], tokens: Sequence[int]) -> None:
+    """Write an execution on `tokens` to an .npz file: the bits of every result; names, layers and dtypes in a table."""
     table: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
     for index, output in enumerate(outputs):
         table.append({"region": output.region, "layer": output.layer, "dtypes": [str(r.dtype) for r in output.results]})
         arrays.update({f"{index}.{number}": _bits(result) for number, result in enumerate(output.results)})
-    header = json.dumps({"format": _FORMAT, "calls": table}).encode()
+    header = json.dumps({"format": _FORMAT, "tokens": list(tokens), "calls": table}).encode()
     with path.open("wb") as file:
         np.savez(file, header=np.frombuffer(header, np.uint8), **arrays)
 
 
-def load_outputs(path: Path) -> list[RegionOutput]:
-    """Read what `save_outputs` wrote. Raises BadConfig for any other file."""
+def load_outputs(path: Path, tokens: Sequence[int]) -> list[RegionOutput]:
+    """Read what `save_outputs` wrote. Raises BadConfig for any other file, and for a run on other tokens."""
     import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 
     try:
@@ -106,7 +106,8 @@ def load_outputs(path: Path) -> list[RegionOutput]:
             header = json.loads(bytes(file["header"]))
             if header["format"] != _FORMAT:
                 raise ValueError(f"its format is {header['format']!r}")
-            return [
+            saved = header["tokens"]
+            outputs = [
                 RegionOutput(
                     call["region"],
                     call["layer"],
@@ -114,10 +115,22 @@ def load_outputs(path: Path) -> list[RegionOutput]:
                 )
                 for index, call in enumerate(header["calls"])
             ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    # Broad, since a damaged archive makes NumPy, zipfile and zlib raise whatever they trip over.
+    except Exception as error:
         raise BadConfig(
-            field=str(path), found="no region outputs", allowed="a file of `isojax bisect --save`", reason=str(error)
-        ) from None
+            field=str(path),
+            found="no region outputs",
+            allowed="a file of `isojax bisect --save`",
+            reason=f"{type(error).__name__}: {error}",
+        ) from error
+    if saved != list(tokens):
+        raise BadConfig(
+            field=f"{path}, tokens",
+            found=str(saved)[:80],
+            allowed=str(list(tokens))[:80],
+            reason="Runs on different tokens part at once, which says nothing; give the saved run's with --tokens.",
+        )
+    return outputs
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from contracts import bits_float, token_ids
 from contracts.errors import BadConfig, EmptyBatch
+from contracts.user_files import read_json_lines
 from isojax.policy.policy import Policy
 from isojax.rl.check_rollout import score
 from isojax.rl.mismatch import different_bits
@@ -114,12 +116,27 @@ def from_completions(completions: Sequence[Completion]) -> LogProbs:
 
 
 def sample(engine: RolloutEngine, prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> LogProbs:
-    """Let an engine sample one completion of each prompt and report its log-probabilities."""
-    return from_completions(engine.generate(prompts, Sampling(max_tokens=max_tokens, seed=seed)))
+    """Let an engine sample one completion of each prompt, at its contract's temperature, with log-probabilities."""
+    temperature = bits_float(engine.contract.semantics.temperature)
+    return from_completions(
+        engine.generate(prompts, Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed))
+    )
 
 
-def score_like(other: LogProbs, policy: Policy, params: Mapping[str, jax.Array], capacity: int = 1024) -> LogProbs:
-    """The trainer's log-probabilities of the tokens that another stack scored. Raises BadConfig without its prompts."""
+def score_like(
+    other: LogProbs,
+    policy: Policy,
+    params: Mapping[str, jax.Array],
+    *,
+    temperature: float = 1.0,
+    capacity: int = 1024,
+) -> LogProbs:
+    """The trainer's log-probabilities of the tokens that another stack scored, at that stack's temperature.
+
+    Raises EmptyBatch for no sequences and BadConfig without their prompts.
+    """
+    if not other.tokens:
+        raise EmptyBatch(field="sequences", found=0, allowed="1 or more", reason="There is nothing to score.")
     if other.prompts is None:
         raise BadConfig(
             field="prompts", found="none", allowed="one a sequence", reason="A token is scored after its whole history."
@@ -131,9 +148,8 @@ def score_like(other: LogProbs, policy: Policy, params: Mapping[str, jax.Array],
         )
     ]
     longest = max(len(prompt) + len(tokens) for prompt, tokens in zip(other.prompts, other.tokens, strict=True))
-    return LogProbs(
-        other.tokens, tuple(score(policy, dict(params), completions, 1.0, max(capacity, longest))), other.prompts
-    )
+    scored = score(policy, dict(params), completions, temperature, max(capacity, longest))
+    return LogProbs(other.tokens, tuple(scored), other.prompts)
 
 
 def save_log_probs(path: Path, log_probs: LogProbs) -> None:
@@ -149,13 +165,7 @@ def save_log_probs(path: Path, log_probs: LogProbs) -> None:
 
 def load_log_probs(path: Path) -> LogProbs:
     """Read what `save_log_probs` wrote, or anybody's file of that form. Raises BadConfig naming file and line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadConfig(
-            field="dump", found=str(path), allowed="a JSONL file of log-probabilities", reason=str(error)
-        ) from None
-    read = [_read_line(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    read = [_read_line(values, where) for where, values in read_json_lines(path, refusal=BadConfig, field="dump")]
     prompts = tuple(prompt for _, _, prompt in read if prompt is not None)
     return LogProbs(
         tuple(tokens for tokens, _, _ in read),
@@ -164,19 +174,20 @@ def load_log_probs(path: Path) -> LogProbs:
     )
 
 
-def _read_line(line: str, where: str) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...] | None]:
-    try:
-        values = json.loads(line)
-        tokens = tuple(int(token) for token in values["tokens"])
-        log_probs = np.array(values["log_probs"], np.float64).astype(np.float32)
-        prompt = tuple(int(token) for token in values["prompt"]) if "prompt" in values else None
-        if log_probs.shape != (len(tokens),):
-            raise ValueError(f"{len(tokens)} tokens but log-probabilities of shape {log_probs.shape}")
-    except (ValueError, KeyError, TypeError) as error:
+def _read_line(values: dict[str, Any], where: str) -> tuple[tuple[int, ...], np.ndarray, tuple[int, ...] | None]:
+    tokens = token_ids(values.get("tokens"), field=f"{where}, tokens")
+    prompt = token_ids(values["prompt"], field=f"{where}, prompt") if "prompt" in values else None
+    found = values.get("log_probs")
+    if not isinstance(found, list) or [type(value) in (int, float) for value in found] != [True] * len(tokens):
         raise BadConfig(
-            field=where,
-            found=line[:80],
-            allowed='{"tokens": [...], "log_probs": [...]} and maybe "prompt": [...]',
-            reason=f"{type(error).__name__}: {error}",
-        ) from None
-    return tokens, log_probs, prompt
+            field=f"{where}, log_probs",
+            found=str(found)[:80],
+            allowed=f"{len(tokens)} numbers, one a token",
+            reason='A line is {"tokens": [...], "log_probs": [...]} and maybe "prompt": [...].',
+        )
+    try:
+        return tokens, np.array(found, np.float64).astype(np.float32), prompt
+    except OverflowError as error:
+        raise BadConfig(
+            field=f"{where}, log_probs", found=str(error), allowed="numbers", reason="No float holds one of them."
+        ) from error

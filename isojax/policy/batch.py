@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from contracts import token_ids
 from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
 
 # T: tokens of the packed batch.
@@ -47,7 +48,7 @@ def pack(
     each on the emptiest shard. max_position and vocab_size: the policy's limits, checked where given.
 
     Raises `EmptyBatch` for no sequences or a sequence without tokens, `PromptTooLong` beyond max_position, `BadConfig`
-    for a token id outside of the vocabulary or a prompt length that does not fit its sequence.
+    for what is no token id, one outside of the vocabulary, or a prompt length that does not fit its sequence.
     """
     lengths = [len(sequence) for sequence in sequences]
     if not lengths or min(lengths) == 0:
@@ -72,6 +73,17 @@ def pack(
             allowed=f"one in 1..length for each of the lengths {lengths}",
             reason="The first completion token is predicted from the last prompt token.",
         )
+    ids = [
+        np.array(token_ids(sequence, field=f"sequences[{index}]", vocab_size=vocab_size), np.int32)
+        for index, sequence in enumerate(sequences)
+    ]
+    if length_multiple < 1:
+        raise BadConfig(
+            field="length_multiple",
+            found=length_multiple,
+            allowed="an integer above 0",
+            reason="T is a multiple of it.",
+        )
     placed = _place(lengths, shards)
     used = max(sum(lengths[index] for index in shard) for shard in placed)
     shard_length = -(-used // length_multiple) * length_multiple
@@ -82,7 +94,7 @@ def pack(
     for shard_index, shard in enumerate(placed):
         start = shard_index * shard_length
         for index in shard:
-            sequence = np.asarray(sequences[index], np.int32)
+            sequence = ids[index]
             rows = slice(start, start + len(sequence))
             tokens[rows] = sequence
             positions[rows] = np.arange(len(sequence))
@@ -90,13 +102,6 @@ def pack(
             targets[rows.start : rows.stop - 1] = sequence[1:]
             mask[rows.start + prompts[index] - 1 : rows.stop - 1] = True
             start = rows.stop
-    if vocab_size is not None and (tokens.min() < 0 or tokens.max() >= vocab_size):
-        raise BadConfig(
-            field="sequences",
-            found=f"token ids from {tokens.min()} to {tokens.max()}",
-            allowed=f"0..{vocab_size - 1}",
-            reason="The policy's embedding has no other rows.",
-        )
     return PackedBatch(tokens, positions, segment_ids, targets, mask)
 
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from contracts import float_bits, sha256_hex
+from contracts import float_bits, sha256_hex, token_ids
 from contracts.errors import UnsupportedModel
+from pallas_kernels.attention.spec import BLOCK
 
 Family = Literal["llama", "qwen3"]
 
@@ -58,7 +59,10 @@ class PolicyConfig:
     architecture: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raise `UnsupportedModel` where the sizes contradict each other or a region cannot serve them."""
+        """Raise `UnsupportedModel` where the sizes contradict each other or a region cannot serve them.
+
+        `BadConfig` for a stop token outside of the vocabulary.
+        """
         object.__setattr__(self, "architecture", ARCHITECTURE_OF_FAMILY[self.family])
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModel(
@@ -78,6 +82,14 @@ class PolicyConfig:
             raise UnsupportedModel(
                 field="leaves", found=self.leaves, allowed=[1, 2, 4, 8], reason="The fold is a binary tree."
             )
+        if self.attention_split > BLOCK and self.attention_split % BLOCK:
+            raise UnsupportedModel(
+                field="attention_split",
+                found=self.attention_split,
+                allowed=f"up to {BLOCK}, or a multiple of it",
+                reason=f"A split of the online softmax is whole blocks of {BLOCK} keys.",
+            )
+        token_ids(self.eos_token_ids, field="eos_token_id", vocab_size=self.vocab_size)
         for name, size in (("num_attention_heads x head_dim", self.query_size), ("ffn", self.intermediate_size)):
             if size % self.leaves:
                 raise UnsupportedModel(

@@ -1,6 +1,6 @@
 """Hugging Face config.json to PolicyConfig and back: each field is read, known to be harmless, or refused by name."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,8 +24,9 @@ def from_hugging_face(raw: Mapping[str, Any]) -> PolicyConfig:
             if value is not None and not (family == "qwen3" and not raw.get("use_sliding_window", False)):
                 raise _unsupported(name, value, [None], "Sliding-window attention is not implemented.")
         elif name == "layer_types":
-            if value is not None and set(value) != {"full_attention"}:
-                raise _unsupported(name, sorted(set(value)), ["full_attention"], "Every layer attends to all keys.")
+            every = isinstance(value, list) and all(item == "full_attention" for item in value)
+            if value is not None and not every:
+                raise _unsupported(name, value, ["full_attention"], "Every layer attends to all keys.")
         elif name in ONLY:
             allowed, reason = ONLY[name]
             if value not in allowed or isinstance(value, bool) not in {isinstance(a, bool) for a in allowed}:
@@ -215,8 +216,13 @@ def _unsupported(name: str, found: object, allowed: object, reason: str) -> Unsu
 
 def _integer(raw: Mapping[str, Any], name: str) -> int:
     value = raw.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadConfig(field=name, found=value, allowed="an integer above 0", reason="The policy's shape needs it.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise BadConfig(
+            field=name,
+            found=value,
+            allowed="an integer above 0 that int32 holds",
+            reason="The policy's shape needs it.",
+        )
     return value
 
 
@@ -226,7 +232,8 @@ def _optional_integer(raw: Mapping[str, Any], name: str) -> int | None:
 
 def _real(raw: Mapping[str, Any], name: str) -> float:
     value = raw.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    # The limit and not `isfinite`, which fails for an integer of four hundred digits. NaN is refused as well.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise BadConfig(field=name, found=value, allowed="a finite number above 0", reason="The forward uses it.")
     return float(value)
 

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
+from contracts import check_temperature
 from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
 from isojax.policy.batch import PackedBatch, PerToken
 from isojax.policy.config import PolicyConfig
@@ -77,20 +78,33 @@ class Policy:
     def module(self, params: Parameters, gather_axis: str | None = None) -> DensePolicy:
         """The Flax module that holds these parameters.
 
-        gather_axis: the manual mesh axis over which they are cut, if any (see `isojax.mesh`). Raises `BadConfig` where
-        their names are not the policy's.
+        gather_axis: the manual mesh axis over which they are cut, if any (see `isojax.mesh`); a rank then holds pieces.
+        Raises as `check_parameters` does.
         """
-        if params.keys() != self.parameter_shapes.keys():
-            raise BadConfig(
-                field="params",
-                found=sorted(params),
-                allowed=sorted(self.parameter_shapes),
-                reason="The parameters are not this policy's.",
-            )
+        self.check_parameters(params, whole=gather_axis is None)
         flat: Any = {tuple(name.split(".")): nnx.Param(value) for name, value in params.items()}
         module = nnx.merge(self._definition, nnx.from_flat_state(flat))
         module.gather_axis = gather_axis
         return module
+
+    def check_parameters(self, params: Parameters, *, whole: bool = True) -> None:
+        """Raise `BadConfig`, naming one, unless these are the policy's parameters in name, dtype and shape.
+
+        whole: False leaves the shapes out, for the pieces that one rank of a mesh holds.
+        """
+
+        def described(values: Mapping[str, Any]) -> dict[str, str]:
+            return {name: f"{value.dtype}{list(value.shape) if whole else ''}" for name, value in values.items()}
+
+        found, expected = described(params), described(self.parameter_shapes)
+        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        if wrong:
+            raise BadConfig(
+                field=f"params[{wrong[0]}]",
+                found=found.get(wrong[0], "missing"),
+                allowed=expected.get(wrong[0], "no such parameter"),
+                reason="The parameters are not this policy's; the forward would round otherwise.",
+            )
 
     def init(self, key: jax.Array, scale: float | None = None) -> dict[str, jax.Array]:
         """Random parameters: normal matrices of standard deviation `scale` (the config's), unit norms, zero biases."""
@@ -149,10 +163,12 @@ class Policy:
     def log_probs(self, params: Parameters, batch: PackedBatch, temperature: float = 1.0) -> jax.Array:
         """`score`, jitted: fp32 [T], case trainer_score. Rows outside of `batch.mask` are defined but meaningless.
 
-        Raises `EmptyBatch` for a batch without rows; for a batch in NumPy also `PromptTooLong` for positions beyond the
-        rope table and `BadConfig` for token ids outside of the vocabulary.
+        Raises `EmptyBatch` for a batch without rows and `BadConfig` for parameters of another dtype or shape and for a
+        temperature that float32 does not hold; for a batch in NumPy also `PromptTooLong` for positions beyond the rope
+        table and `BadConfig` for token ids outside of the vocabulary.
         """
         self._check_batch(batch)
+        _check_temperature(temperature)
         with counters.case("trainer_score"):
             return self._score(dict(params), self.buffers, batch, jnp.float32(temperature))
 
@@ -165,6 +181,7 @@ class Policy:
         that the batch does not have.
         """
         self._check_batch(batch)
+        _check_temperature(temperature)
         wanted = np.asarray(rows)
         _check_not_empty(wanted, "rows")
         _check_range(wanted, len(batch.tokens), "rows", "The batch has no other rows.")
@@ -197,6 +214,12 @@ class Policy:
             )
         if isinstance(batch.tokens, np.ndarray):
             _check_range(batch.tokens, self.config.vocab_size, "batch.tokens", "The embedding has no other rows.")
+
+
+def _check_temperature(temperature: float | jax.Array) -> None:
+    # Reading an array would wait for the device, and a traced one has no value.
+    if not isinstance(temperature, jax.Array):
+        check_temperature(temperature)
 
 
 def _check_not_empty(values: PerToken, name: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from contracts import load_contract
+from contracts import load_contract, token_ids
 from contracts.errors import BadConfig
 from isojax.export import export_policy
 from isojax.policy.config import PolicyConfig
@@ -46,6 +46,8 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     encoder = PromptEncoder(folder.policy)
     _require_fitting_prompts(config, policy, task, encoder)
     stop = config.rollout.stop_token_ids
+    if stop is not None:
+        token_ids(stop, field="rollout.stop_token_ids", vocab_size=policy.config.vocab_size)
     contract = load_contract(folder.policy)
     engine = open_engine(config.engine.name, folder.policy, **config.engine.settings)
     try:
@@ -87,8 +89,12 @@ def open_policy(
 def package_weights(source: str) -> Path:
     """The one GGUF file in an installed Python package, from `package:NAME`. Raises BadConfig for none or several."""
     name = source.removeprefix(PACKAGE)
-    specification = importlib.util.find_spec(name)
-    if specification is None or specification.origin is None:
+    try:
+        specification = importlib.util.find_spec(name)
+    # ImportError: a parent package is missing, or the name is relative. ValueError: there is no name.
+    except (ImportError, ValueError):
+        specification = None
+    if specification is None or specification.origin is None or not specification.has_location:
         raise BadConfig(
             field="policy.source",
             found=source,

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from contracts.temperature import LARGEST, SMALLEST
+
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -30,7 +32,7 @@ class PolicySection(Section):
 
     source: str | None = None
     random: dict[str, Any] | None = None
-    random_seed: NotNegative = 0
+    random_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
     @model_validator(mode="after")
@@ -79,7 +81,7 @@ class RolloutSection(Section):
     prompts_per_step: Positive
     group_size: Annotated[int, Field(ge=2)]
     max_tokens: Positive
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False)] = 1.0
     stop_token_ids: tuple[NotNegative, ...] | None = None
 
 
@@ -145,7 +147,7 @@ class EngineSection(Section):
 class Config(Section):
     """A whole training run. `seed` decides data order and sampling; random weights have a seed of their own."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
     seed: NotNegative = 0
     policy: PolicySection
     task: TaskSection

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from contracts.errors import BadConfig, UnsupportedRequest
+from contracts.user_files import read_text
 from isojax.rl.config import Config
 
 FILTERS = {
@@ -31,13 +32,11 @@ def load_config(path: str | Path) -> Config:
     allowed and for an unknown key the nearest known one; UnsupportedRequest for a sampling filter.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadConfig(field="config", found=str(path), allowed="a readable TOML file", reason=str(error)) from None
+    text = read_text(path, refusal=BadConfig, allowed="a readable TOML file", field="config")
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    # ValueError also for a number of more digits than Python reads.
+    except (ValueError, RecursionError) as error:
         raise BadConfig(field="config", found=str(path), allowed="valid TOML", reason=str(error)) from None
     return parse_config(values, source=str(path))
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import jax
 
 from contracts import bits_float, load_contract
 from contracts.errors import BadCheckpoint
+from contracts.user_files import read_json_object
 from isojax.export import export_policy
 from isojax.rl.checkpoint import Checkpoints
 from isojax.rl.config_file import parse_config
@@ -26,7 +26,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> tuple[int, str]:
     does not give the weights that the run recorded, and what `export_policy` raises.
     """
     folder, step = _locate(checkpoint)
-    config = parse_config(json.loads(folder.config.read_text(encoding="utf-8")), source=str(folder.config))
+    config = parse_config(read_json_object(folder.config, refusal=BadCheckpoint), source=str(folder.config))
     policy = load_policy(folder.policy, config.policy.dtype)
     optimizer = build_optimizer(config.optimizer)
     like = jax.eval_shape(lambda: start_state(optimizer, jax.tree.map(_zeros, policy.parameter_shapes)))
@@ -52,14 +52,19 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.numpy.zeros(shape.shape, shape.dtype)
 
 
+def _is_run(folder: RunFolder) -> bool:
+    return folder.config.exists() and folder.checkpoints.is_dir()
+
+
 def _locate(checkpoint: Path) -> tuple[RunFolder, int]:
-    if (folder := RunFolder(checkpoint)).config.exists():
+    # Before `Checkpoints` opens a folder, since it makes one that is not there.
+    if _is_run(folder := RunFolder(checkpoint)):
         checkpoints = Checkpoints(folder.checkpoints)
         step = checkpoints.latest()
         checkpoints.close()
         if step is not None:
             return folder, step
-    elif checkpoint.name.isdigit() and (folder := RunFolder(checkpoint.parent.parent)).config.exists():
+    elif checkpoint.name.isdecimal() and _is_run(folder := RunFolder(checkpoint.parent.parent)):
         return folder, int(checkpoint.name)
     raise BadCheckpoint(
         field="checkpoint",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from contracts.errors import BadCheckpoint
+from contracts.user_files import parse_json_object, read_bytes
 from isojax.rl.checkpoint import Progress
 from isojax.rl.files import write_atomically
 from isojax.rl.learner import UpdateResult
@@ -126,11 +128,26 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file in order; a last line that a dying process left half-written is skipped."""
+    """The lines of a metrics file in order; a last line that a dying process left half-written is skipped.
+
+    Raises BadCheckpoint, naming the file and the line, for one that is not a step's.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    if lines[-1]:
-        # Without its line end the last line was never finished, even where what is there happens to parse.
-        lines = lines[:-1]
-    return [json.loads(line) for line in lines if line]
+    content = read_bytes(path, refusal=BadCheckpoint, allowed="a metrics file")
+    # Without its line end the last line was never finished, even where what is there happens to parse.
+    lines = content[: content.rfind(b"\n") + 1].split(b"\n")
+    return [_step_line(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line]
+
+
+def _step_line(line: bytes, where: str) -> dict[str, Any]:
+    values = parse_json_object(line, where=where, refusal=BadCheckpoint)
+    missing = [field.name for field in fields(StepMetrics) if field.name not in values]
+    if missing or type(values["step"]) is not int:
+        raise BadCheckpoint(
+            field=where,
+            found=f"no {', '.join(missing)}" if missing else f"step {values['step']!r}",
+            allowed="the metrics of one step",
+            reason="It is not what this version of isojax train writes.",
+        )
+    return values

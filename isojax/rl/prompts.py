@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from contracts import token_ids
 from contracts.errors import BadCheckpoint, BadConfig, EmptyBatch, PromptTooLong
+from contracts.user_files import read_bytes, read_json_object, read_text
 from isojax.rl.tasks import Example
 
 
@@ -35,14 +36,14 @@ class PromptEncoder:
         if example.tokens is not None:
             tokens = example.tokens
         elif example.text is not None:
-            tokens = tuple(self._require_tokenizer().encode(example.text).ids)
+            tokens = self._tokens(example.text, special=True)
         else:
             messages = list(example.messages or ({"role": "user", "content": example.prompt or ""},))
             if system is not None:
                 messages.insert(0, {"role": "system", "content": system})
             text = self._render(messages)
             # The template writes the special tokens itself.
-            tokens = tuple(self._require_tokenizer().encode(text, add_special_tokens=False).ids)
+            tokens = self._tokens(text, special=False)
         if not tokens:
             raise EmptyBatch(
                 field="prompt", found=0, allowed="1 or more tokens", reason="A policy predicts from a token."
@@ -53,7 +54,7 @@ class PromptEncoder:
         """The text of a completion without special tokens, for its reward only; "" without a tokenizer."""
         return "" if self._tokenizer is None else self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def _require_tokenizer(self) -> FastTokenizer:
+    def _tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         if self._tokenizer is None:
             raise BadConfig(
                 field="task",
@@ -61,7 +62,14 @@ class PromptEncoder:
                 allowed="prompts in tokens",
                 reason="The policy has no tokenizer.",
             )
-        return self._tokenizer
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise BadConfig(
+                field="task",
+                found=ascii(text)[:80],
+                allowed="text without lone surrogates",
+                reason="It has no UTF-8 form.",
+            )
+        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         if self._template is None:
@@ -80,10 +88,14 @@ class PromptEncoder:
             return environment.from_string(self._template).render(
                 messages=messages, add_generation_prompt=True, **special
             )
-        except TemplateError as error:
+        # Broad, since a template is the checkpoint's own program and may raise anything.
+        except Exception as error:
             raise BadConfig(
-                field="task", found=messages, allowed="messages that the chat template takes", reason=str(error)
-            ) from None
+                field="task",
+                found=messages,
+                allowed="messages that the chat template takes",
+                reason=f"{type(error).__name__}: {error}",
+            ) from error
 
 
 def encode_prompts(
@@ -108,13 +120,7 @@ def encode_prompts(
                 allowed=f"{max_position} tokens in all",
                 reason="The policy's context ends there; shorten the prompt or rollout.max_tokens.",
             )
-        if max(prompt) >= vocab_size:
-            raise BadConfig(
-                field=f"prompt {number}",
-                found=f"token {max(prompt)}",
-                allowed=f"0 to {vocab_size - 1}",
-                reason="The policy's vocabulary ends there.",
-            )
+        token_ids(prompt, field=f"prompt {number}", vocab_size=vocab_size)
     return prompts
 
 
@@ -132,7 +138,7 @@ def _read_tokenizer(path: Path) -> FastTokenizer | None:
         return None
     try:
         # Of the library's readers this is the one that raises ValueError, and not bare Exception, for a damaged file.
-        return FastTokenizer.from_buffer(path.read_bytes())
+        return FastTokenizer.from_buffer(read_bytes(path, refusal=BadCheckpoint, allowed="a tokenizer"))
     except ValueError as error:
         raise BadCheckpoint(field=str(path), found="damaged", allowed="a tokenizer", reason=str(error)) from None
 
@@ -140,12 +146,23 @@ def _read_tokenizer(path: Path) -> FastTokenizer | None:
 def _read_settings(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise BadCheckpoint(field=str(path), found="damaged", allowed="JSON", reason=str(error)) from None
+    return read_json_object(path, refusal=BadCheckpoint)
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    return path.read_text(encoding="utf-8") if path.exists() else settings.get("chat_template")
+    if path.exists():
+        return read_text(path, refusal=BadCheckpoint, allowed="a Jinja template")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        # The older form: several templates with names.
+        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        template = named.get("default", template)
+    if template is not None and not isinstance(template, str):
+        raise BadCheckpoint(
+            field=f"{folder / 'tokenizer_config.json'}, chat_template",
+            found=repr(template)[:80],
+            allowed="text, or a list of {name, template} with one named default",
+            reason="It turns a chat into the policy's prompt.",
+        )
+    return template

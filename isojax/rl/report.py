@@ -58,8 +58,10 @@ def render(name: str, lines: Sequence[dict[str, Any]], config: str = "") -> str:
 
 
 def run_summary(folder: RunFolder) -> str:
-    """The run in three lines for a terminal."""
+    """The run in three lines for a terminal, or that it has no metrics (somebody removed them)."""
     lines = read_metrics(folder.metrics)
+    if not lines:
+        return f"{folder.metrics} holds no step\nreport: {folder.report}"
     return (
         f"reward {lines[0]['reward_mean']:.3f} in the first step, {lines[-1]['reward_mean']:.3f} in the last\n"
         f"{_total(lines, 'mismatch_tokens')} of {_total(lines, 'tokens')} sampled tokens and "

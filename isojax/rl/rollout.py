@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from contracts import check_temperature, token_ids
 from contracts.errors import BadConfig, UnsupportedRequest
 
 if TYPE_CHECKING:
@@ -41,25 +41,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse what no engine can draw."""
-        if self.max_tokens < 1:
-            raise UnsupportedRequest(
-                field="max_tokens", found=self.max_tokens, allowed="1 or more", reason="A completion has a token."
-            )
-        if self.samples < 1:
-            raise UnsupportedRequest(
-                field="samples", found=self.samples, allowed="1 or more", reason="Each prompt needs a completion."
-            )
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise UnsupportedRequest(
-                field="temperature",
-                found=self.temperature,
-                allowed="a finite number above 0",
-                reason="Logits are divided by it; ask for the most likely token with greedy = true.",
-            )
+        _require_count("max_tokens", self.max_tokens, 1, "A completion has a token.")
+        _require_count("samples", self.samples, 1, "Each prompt needs a completion.")
+        if self.seed is not None:
+            _require_count("seed", self.seed, 0, "Requests derive theirs from it.")
+        check_temperature(self.temperature, refusal=UnsupportedRequest)
+        token_ids(self.stop_token_ids, field="stop_token_ids", refusal=UnsupportedRequest)
         if self.greedy and self.samples > 1:
             raise UnsupportedRequest(
                 field="samples", found=self.samples, allowed="1 when greedy", reason="Greedy samples are all the same."
             )
+
+
+def _require_count(field: str, value: object, least: int, reason: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise UnsupportedRequest(field=field, found=value, allowed=f"an integer, {least} or more", reason=reason)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.errors import BadConfig
+from contracts.user_files import read_json_object
 from isojax.rl.config import Config
 from isojax.rl.files import write_atomically
 
@@ -52,12 +53,7 @@ class RunFolder:
 
     def require_same_config(self, config: Config) -> None:
         """Raise BadConfig, naming the first key, if the run was started with another setting that decides its bits."""
-        try:
-            old = json.loads(self.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise BadConfig(
-                field="--resume", found=str(self.path), allowed="a folder that isojax train wrote", reason=str(error)
-            ) from None
+        old = read_json_object(self.config, refusal=BadConfig, allowed="a folder that isojax train wrote")
         for key, before, now in _differences(old, config.model_dump(mode="json"), ()):
             if key not in RESUMABLE:
                 raise BadConfig(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contracts import token_ids
 from contracts.errors import BadConfig, EmptyBatch
+from contracts.user_files import read_json_lines
 from isojax.rl.config import TaskSection
-from isojax.rl.functions import import_function
+from isojax.rl.functions import import_function, own_code
 
 PROMPT_KEYS = ("prompt", "text", "messages", "tokens")
 
@@ -44,15 +45,22 @@ class Task:
     reward_name: str
 
     def score(self, example: Example, tokens: tuple[int, ...], text: str) -> float:
-        """The reward of one completion. Raises BadConfig, naming the function, if it is no finite number."""
-        value = self.reward(example, tokens, text)
+        """The reward of one completion.
+
+        Raises BadConfig, naming the function, if it raises or what it returns is no finite number.
+        """
+        with own_code(self.reward_name, field="task.reward", function=self.reward):
+            value = self.reward(example, tokens, text)
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise BadConfig(
-                field="task.reward", found=repr(value), allowed="a finite number", reason=f"{self.reward_name} gave it."
+                field="task.reward",
+                found=repr(value)[:80],
+                allowed="a finite number",
+                reason=f"{self.reward_name} gave it.",
             )
         return number
 
@@ -60,7 +68,8 @@ class Task:
 def open_task(section: TaskSection, folder: Path) -> Task:
     """The task that a configuration names; paths and modules are relative to `folder`, the configuration file's.
 
-    Raises BadConfig (unknown data set, bad line, missing file or function) and EmptyBatch (no example).
+    Raises BadConfig (unknown data set, bad line, missing file, missing or failing function) and EmptyBatch (no
+    example).
     """
     if section.source == "reasoning_gym":
         return _reasoning_gym(section)
@@ -73,7 +82,9 @@ def open_task(section: TaskSection, folder: Path) -> Task:
     else:
         assert section.prompts is not None
         make = import_function(section.prompts, field="task.prompts", folder=folder)
-        examples, origin = _checked(make(**section.settings), section.prompts), section.prompts
+        with own_code(section.prompts, field="task.prompts, called with task.settings", function=make):
+            made = list(make(**section.settings))
+        examples, origin = _checked(made, section.prompts), section.prompts
     if not examples:
         raise EmptyBatch(field="task", found=0, allowed="1 or more examples", reason=f"{origin} holds none.")
     return Task(examples, reward, section.reward)
@@ -84,24 +95,8 @@ def read_examples(path: Path) -> list[Example]:
 
     Raises BadConfig naming the file and the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadConfig(
-            field="task.path", found=str(path), allowed="a readable JSONL file", reason=str(error)
-        ) from None
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadConfig(
-                field=f"{path}, line {number}", found=line[:80], allowed="a JSON object", reason=str(error)
-            ) from None
-        examples.append(example_from(values, where=f"{path}, line {number}"))
-    return examples
+    lines = read_json_lines(path, refusal=BadConfig, field="task.path")
+    return [example_from(values, where=where) for where, values in lines]
 
 
 def example_from(values: Any, *, where: str) -> Example:
@@ -115,18 +110,18 @@ def example_from(values: Any, *, where: str) -> Example:
         )
     key = given[0]
     value = values[key]
-    if not _fits(key, value):
-        form = {"tokens": "a list of token ids", "messages": 'a list of {"role", "content"}'}.get(key, "a string")
+    if key == "tokens":
+        value = token_ids(value, field=f"{where}, key {key!r}")
+    elif not _fits(key, value):
+        form = 'a list of {"role", "content"}' if key == "messages" else "a string"
         raise BadConfig(field=f"{where}, key {key!r}", found=repr(value)[:80], allowed=form, reason="Wrong type.")
     prompt: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value}
     return Example(**prompt, fields={name: item for name, item in values.items() if name != key})
 
 
 def _fits(key: str, value: Any) -> bool:
-    if key == "tokens":
-        return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
     if key == "messages":
-        return isinstance(value, list) and all(
+        return (isinstance(value, list) and len(value) > 0) and all(
             isinstance(message, dict)
             and set(message) == {"role", "content"}
             and all(isinstance(text, str) for text in message.values())

@@ -128,12 +128,12 @@ def _config(metadata: dict[str, Any], tied_head: bool) -> PolicyConfig:
             allowed=head_dim,
             reason="The rotation covers the whole head, and values are as wide as keys.",
         )
-    epsilon = settings.get("attention.layer_norm_rms_epsilon")
+    tokens = metadata.get("tokenizer.ggml.tokens")
     return from_hugging_face(
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": settings.get("vocab_size", len(metadata.get("tokenizer.ggml.tokens", []))),
+            "vocab_size": settings.get("vocab_size", len(tokens) if isinstance(tokens, list) else None),
             "hidden_size": settings.get("embedding_length"),
             "intermediate_size": settings.get("feed_forward_length"),
             "num_hidden_layers": settings.get("block_count"),
@@ -141,8 +141,8 @@ def _config(metadata: dict[str, Any], tied_head: bool) -> PolicyConfig:
             "num_key_value_heads": settings.get("attention.head_count_kv", heads),
             "head_dim": head_dim,
             "max_position_embeddings": settings.get("context_length"),
-            "rms_norm_eps": None if epsilon is None else _shortest(epsilon),
-            "rope_theta": None if (base := settings.get("rope.freq_base")) is None else _shortest(base),
+            "rms_norm_eps": _shortest(settings.get("attention.layer_norm_rms_epsilon")),
+            "rope_theta": _shortest(settings.get("rope.freq_base")),
             "tie_word_embeddings": tied_head,
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -151,9 +151,12 @@ def _config(metadata: dict[str, Any], tied_head: bool) -> PolicyConfig:
     )
 
 
-def _shortest(value: float) -> float:
-    """The shortest decimal that rounds to this fp32: GGUF keeps 1e-05 as fp32, config.json as the decimal."""
-    return float(str(np.float32(value)))
+def _shortest(value: Any) -> Any:
+    """The shortest decimal that rounds to this fp32: GGUF keeps 1e-05 as fp32, config.json as the decimal.
+
+    Anything but a number is left as it is, to be refused by name.
+    """
+    return float(str(np.float32(value))) if isinstance(value, int | float) else value
 
 
 def _read(tensor: ReaderTensor, name: str, config: PolicyConfig) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Load a policy and its parameters from a folder or a GGUF file."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -8,6 +7,7 @@ import numpy as np
 
 from contracts import FILE_NAME, load_contract
 from contracts.errors import BadCheckpoint, BadConfig, IdentityMismatch, UnsupportedModel
+from contracts.user_files import read_json_object
 from isojax.policy.config import PolicyConfig, config_digest
 from isojax.policy.dense import Remat
 from isojax.policy.hugging_face import from_hugging_face
@@ -65,18 +65,7 @@ def read_config(folder: Path) -> dict[str, object]:
         raise BadCheckpoint(
             field="policy", found=str(folder), allowed="an existing folder", reason="There is nothing to load."
         )
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raw = None
-    except ValueError as error:
-        raise BadConfig(field=str(path), found=str(error), allowed="JSON", reason="The file is damaged.") from error
-    if not isinstance(raw, dict):
-        raise BadConfig(
-            field=str(path), found=raw, allowed="a JSON object", reason="A policy's architecture is read from it."
-        )
-    return raw
+    return read_json_object(folder / "config.json", refusal=BadConfig)
 
 
 def _check_contract(folder: Path, policy: Policy) -> None:

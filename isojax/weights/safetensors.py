@@ -1,6 +1,5 @@
 """Read safetensors checkpoints, a single file or shards with an index; write one file atomically."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from contracts.errors import BadCheckpoint
+from contracts.user_files import read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -94,16 +94,15 @@ def _locate(folder: Path) -> dict[str, Path]:
             allowed="a safetensors checkpoint",
             reason="There is nothing to load. Pickled .bin files are not read.",
         )
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        return {name: folder / shard for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    weight_map = read_json_object(index, refusal=BadCheckpoint).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise BadCheckpoint(
-            field=str(index),
-            found=repr(error),
-            allowed="a weight_map from tensor to file",
+            field=f"{index}, weight_map",
+            found=repr(weight_map)[:80],
+            allowed="an object from tensor to file",
             reason="The index is damaged.",
-        ) from error
+        )
+    return {name: folder / shard for name, shard in weight_map.items()}
 
 
 def _open(path: Path, stack: ExitStack):

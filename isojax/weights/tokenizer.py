@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from contracts import sha256_hex
+from contracts import sha256_hex, token_ids
 from contracts.errors import BadCheckpoint, UnsupportedModel
+from contracts.user_files import read_bytes
 from isojax.weights.gguf import open_gguf
 
 TokenizerFiles = dict[str, bytes]
@@ -37,10 +38,14 @@ def tokenizer_files(source: str | Path) -> TokenizerFiles:
     """
     path = Path(source)
     if path.suffix == ".gguf":
-        return _from_gguf(open_gguf(path).metadata)
+        return rebuilt_tokenizer(open_gguf(path).metadata)
     if not (path / TOKENIZER_FILE).exists():
         return {}
-    return {name: (path / name).read_bytes() for name in _FILES if (path / name).exists()}
+    return {
+        name: read_bytes(path / name, refusal=BadCheckpoint, allowed="a tokenizer's file")
+        for name in _FILES
+        if (path / name).exists()
+    }
 
 
 def tokenizer_digest(files: Mapping[str, bytes]) -> str:
@@ -48,7 +53,11 @@ def tokenizer_digest(files: Mapping[str, bytes]) -> str:
     return sha256_hex({name: hashlib.sha256(content).hexdigest() for name, content in files.items()})
 
 
-def _from_gguf(metadata: Mapping[str, Any]) -> TokenizerFiles:
+def rebuilt_tokenizer(metadata: Mapping[str, Any]) -> TokenizerFiles:
+    """Hugging Face files of the tokenizer in a GGUF file's metadata.
+
+    Raises `UnsupportedModel` for one that has no exact form here and `BadCheckpoint` for one that contradicts itself.
+    """
     values = {name.removeprefix("tokenizer."): value for name, value in metadata.items()}
     kind, pre = values.get("ggml.model"), values.get("ggml.pre")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
@@ -65,18 +74,16 @@ def _from_gguf(metadata: Mapping[str, Any]) -> TokenizerFiles:
             allowed=False,
             reason="Implicit tokens are not rebuilt from GGUF; take the tokenizer from a Hugging Face folder.",
         )
-    tokens, types = values.get("ggml.tokens"), values.get("ggml.token_type")
-    merges = values.get("ggml.merges")
-    if not tokens or not merges or not types or len(types) != len(tokens):
-        raise BadCheckpoint(
-            field="tokenizer.ggml.tokens",
-            found="incomplete",
-            allowed="tokens, token types and merges",
-            reason="The GGUF file holds no whole tokenizer.",
-        )
+    tokens, types = _list(values, "ggml.tokens", str), _list(values, "ggml.token_type", int)
+    if len(types) != len(tokens):
+        raise _damaged("ggml.token_type", f"{len(types)} types", f"one a token, {len(tokens)}")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        double = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
+        raise _damaged("ggml.tokens", f"{double!r} twice", "every token once")
     model = models.BPE(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=[tuple(merge.split(" ", 1)) for merge in merges],
+        vocab=vocabulary,
+        merges=_merges(_list(values, "ggml.merges", str), vocabulary),
         # As in the checkpoints that llama.cpp converts: no unknown pieces, since every byte is a token.
         fuse_unk=False,
         byte_fallback=False,
@@ -87,11 +94,13 @@ def _from_gguf(metadata: Mapping[str, Any]) -> TokenizerFiles:
     added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=k == _CONTROL) for t, k in added])
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    special = {
-        f"{name}_token": tokens[index]
-        for name, key in names.items()
-        if (index := values.get(f"ggml.{key}_token_id")) is not None
-    }
+    special = {}
+    for name, key in names.items():
+        if (index := values.get(f"ggml.{key}_token_id")) is not None:
+            (checked,) = token_ids(
+                [index], field=f"tokenizer.ggml.{key}_token_id", vocab_size=len(tokens), refusal=BadCheckpoint
+            )
+            special[f"{name}_token"] = tokens[checked]
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -104,6 +113,30 @@ def _from_gguf(metadata: Mapping[str, Any]) -> TokenizerFiles:
         TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(),
         SETTINGS_FILE: (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode(),
     }
+
+
+def _merges(lines: Iterable[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs of a byte-pair encoding. The library would panic on some that do not fit the vocabulary."""
+    merges = []
+    for line in lines:
+        left, _, right = line.partition(" ")
+        if not all(token in vocabulary for token in (left, right, left + right)):
+            raise _damaged("ggml.merges", repr(line)[:80], "two tokens and a space between, which make a third")
+        merges.append((left, right))
+    return merges
+
+
+def _list(values: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    value = values.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(item, kind) for item in value):
+        raise _damaged(name, repr(value)[:80], f"a list of {kind.__name__}")
+    return value
+
+
+def _damaged(name: str, found: str, allowed: str) -> BadCheckpoint:
+    return BadCheckpoint(
+        field=f"tokenizer.{name}", found=found, allowed=allowed, reason="The GGUF file holds no whole tokenizer."
+    )
 
 
 def _byte_level() -> pre_tokenizers.ByteLevel:

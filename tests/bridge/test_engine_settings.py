@@ -18,7 +18,8 @@ from bridge.plugin import register
 from bridge.requests import check_sampling_params
 from bridge.sampling import draw, uniform
 from bridge.settings import ARCHITECTURE, CPU_WORKER, SAMPLING_PROCESSOR
-from contracts.errors import BadContract, MeshNotClaimed, UnsupportedModel, UnsupportedRequest
+from bridge.start import EngineOptions
+from contracts.errors import BadConfig, BadContract, MeshNotClaimed, UnsupportedModel, UnsupportedRequest
 from isojax import export_policy
 from isojax.policy.config import EXPORTED_ARCHITECTURE
 
@@ -146,6 +147,18 @@ def test_a_request_outside_the_semantics_is_refused_by_name(field, value):
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"seed": 4, "top_k": -1, "logprobs": 3, "n": 2}])
 def test_a_request_inside_the_semantics_passes(fields):
     check_sampling_params(SamplingParams(max_tokens=4, **fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("page_size", -1), ("page_size", 0), ("page_size", True), ("page_size", "16"), ("max_context", -5)),
+        *(("max_step_tokens", 0), ("max_sequences", 0), ("kv_cache_bytes", 0), ("seed", -1), ("gpus", 1)),
+    ],
+)
+def test_engine_options_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(BadConfig, match=rf"engine\.settings\.{name}"):
+        EngineOptions.of({name: value})
 
 
 def test_draws_follow_the_distribution():

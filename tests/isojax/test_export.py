@@ -111,6 +111,21 @@ def test_somebody_elses_folder_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "policy" / "thesis.tex").read_text() == "three years"
 
 
+@pytest.mark.parametrize("place", [".", "..", ""])
+def test_the_current_folder_is_not_replaced(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    with pytest.raises(BadConfig, match="folder: found"):
+        isojax.export_policy(place, *tiny_policy(), {})
+
+
+@pytest.mark.parametrize("temperature", [0.0, float("nan"), 1e-50, 1e39])
+def test_a_temperature_without_log_probabilities_is_refused(temperature: float, tmp_path: Path) -> None:
+    with pytest.raises(BadConfig, match="temperature"):
+        isojax.export_policy(tmp_path / "p", *tiny_policy(), {}, temperature=temperature)
+    assert os.listdir(tmp_path) == []
+
+
 def test_parameters_of_another_policy_are_refused_by_name(tmp_path: Path) -> None:
     policy, params = tiny_policy()
     with pytest.raises(BadConfig, match=r"params\[layers\.o\]: found missing"):

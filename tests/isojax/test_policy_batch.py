@@ -53,10 +53,15 @@ def test_an_empty_batch_and_an_empty_sequence_are_refused() -> None:
 def test_limits_of_the_policy_are_refused_by_name() -> None:
     with pytest.raises(PromptTooLong, match=r"sequences\[1\]: found 5 tokens; allowed: at most 4"):
         pack([[1], [1] * 5], max_position=4)
-    with pytest.raises(BadConfig, match="token ids from 0 to 97"):
+    with pytest.raises(BadConfig, match="token 97; allowed: a list of token ids from 0 to 96"):
         pack([[97]], vocab_size=97)
     for prompts in ([0], [3], [1, 1]):
         with pytest.raises(BadConfig, match="prompt_lengths"):
             pack([[1, 2]], prompts)
     with pytest.raises(BadConfig, match="shards"):
         pack([[1]], shards=0)
+    with pytest.raises(BadConfig, match="length_multiple"):
+        pack([[1]], length_multiple=0)
+    for tokens in ([1.9, 2.2], "12", [2**40], [-1]):
+        with pytest.raises(BadConfig, match=r"sequences\[0\]"):
+            pack([tokens])

@@ -93,6 +93,10 @@ def test_both_forms_of_rope_settings_give_one_config() -> None:
         ({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}, "architectures"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"layer_types": [{}]}, "layer_types"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"isojax": {"attention_split": 513}}, "attention_split"),
     ],
 )
 def test_what_is_not_exactly_implemented_is_refused_by_name(changes: dict, field: str) -> None:
@@ -116,6 +120,9 @@ def test_what_is_not_exactly_implemented_is_refused_by_name(changes: dict, field
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"model_type": "qwen3"}, "model_type"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"vocab_size": 10**30}, "vocab_size"),
+        ({"eos_token_id": [2, 97]}, "eos_token_id[1]"),
     ],
 )
 def test_a_malformed_config_is_refused_by_name(changes: dict, field: str) -> None:

@@ -124,3 +124,17 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         tiny_policy("qwen3", "float16")
     with pytest.raises(BadConfig, match="remat"):
         Policy(policy.config, remat="dots")  # type: ignore[arg-type]
+
+
+def test_parameters_of_another_dtype_and_temperatures_without_rows_are_refused() -> None:
+    policy, params = tiny_policy()
+    batch = pack([[1, 2]])
+    with pytest.raises(BadConfig, match=r"params\[embed\]: found float32.*allowed: bfloat16"):
+        policy.log_probs(params | {"embed": params["embed"].astype(jnp.float32)}, batch)
+    with pytest.raises(BadConfig, match=r"params\[embed\]"):
+        jax.eval_shape(policy.score, params | {"embed": params["embed"][:5]}, policy.buffers, batch)
+    for temperature in (0.0, float("nan"), -1.0, 1e-50):
+        with pytest.raises(BadConfig, match="temperature"):
+            policy.log_probs(params, batch, temperature)
+        with pytest.raises(BadConfig, match="temperature"):
+            policy.log_prob_rows(params, batch, np.array([0]), temperature)

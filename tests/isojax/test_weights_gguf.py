@@ -12,9 +12,9 @@ from policy_samples import bits, smollm2_gguf, tiny_policy
 from tokenizers import Tokenizer
 
 import isojax
-from contracts.errors import BadCheckpoint, UnsupportedModel
+from contracts.errors import BadCheckpoint, BadConfig, UnsupportedModel
 from isojax.weights.names import unpack
-from isojax.weights.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, tokenizer_digest, tokenizer_files
+from isojax.weights.tokenizer import SETTINGS_FILE, TOKENIZER_FILE, rebuilt_tokenizer, tokenizer_digest, tokenizer_files
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -218,3 +218,48 @@ def test_any_change_of_the_tokenizer_moves_its_digest(files: dict[str, bytes]) -
     changed = files | {SETTINGS_FILE: files[SETTINGS_FILE].replace(b"assistant", b"Assistant", 1)}
     assert len({tokenizer_digest(f) for f in (files, changed, {}, {TOKENIZER_FILE: files[TOKENIZER_FILE]})}) == 4
     assert tokenizer_digest(dict(reversed(files.items()))) == tokenizer_digest(files)
+
+
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": ["a", "b", "ab"],
+    "tokenizer.ggml.token_type": [1, 1, 1],
+    "tokenizer.ggml.merges": ["a b"],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"merges": ["a z"]}, "merges: found 'a z'"),
+        ({"merges": ["a"]}, "merges: found 'a'"),
+        ({"merges": ["b a"]}, "which make a third"),
+        ({"merges": []}, "merges"),
+        ({"tokens": "abc"}, "tokens: found 'abc'"),
+        ({"tokens": ["a", "a", "b"]}, "'a' twice"),
+        ({"token_type": [1, 1]}, "2 types"),
+        ({"token_type": None}, "token_type"),
+        ({"eos_token_id": 3}, "eos_token_id"),
+        ({"bos_token_id": "a"}, "bos_token_id"),
+    ],
+)
+def test_a_tokenizer_that_contradicts_itself_is_refused_by_name(changes: dict, says: str) -> None:
+    assert TOKENIZER_FILE in rebuilt_tokenizer(TOKENIZER)
+    with pytest.raises(BadCheckpoint, match=says):
+        rebuilt_tokenizer(TOKENIZER | {f"tokenizer.ggml.{name}": value for name, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"llama.attention.layer_norm_rms_epsilon": "abc"}, "rms_norm_eps"),
+        ({"llama.rope.freq_base": "abc"}, "rope_theta"),
+        ({"llama.vocab_size": None}, "vocab_size"),
+    ],
+)
+def test_metadata_of_a_wrong_type_is_refused_by_name(changes: dict, field: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", changes)
+    with pytest.raises(BadConfig) as refusal:
+        isojax.load(tmp_path / "tiny.gguf")
+    assert refusal.value.field == field

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import isojax
 from contracts.errors import BadCheckpoint, BadConfig, UnsupportedModel
 from isojax.weights.names import name_table, unpack
+from isojax.weights.safetensors import open_tensors
 
 Tensors = dict[str, np.ndarray]
 NORM, UP = "model.norm.weight", "model.layers.{}.mlp.up_proj.weight"
@@ -182,9 +183,15 @@ def test_a_place_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         isojax.load(tmp_path / "nowhere")
     with pytest.raises(BadConfig, match=r"config\.json"):
         isojax.load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
+    for content in ("{", "[1]", '{"rope_theta": 1.0, "rope_theta": 2.0}'):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(BadConfig, match=r"config\.json"):
+            isojax.load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
     with pytest.raises(BadConfig, match=r"config\.json"):
         isojax.load(tmp_path)
+    (tmp_path / "config.json").rmdir()
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3"]))
     with pytest.raises(BadCheckpoint, match="weights: found neither"):
         isojax.load(tmp_path)
@@ -197,3 +204,14 @@ def test_a_checkpoint_in_half_precision_needs_an_explicit_dtype(tmp_path: Path) 
     with pytest.raises(UnsupportedModel, match="torch_dtype"):
         isojax.load(tmp_path)
     assert isojax.load(tmp_path, "float32")[0].dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "x", "a": "y"}}', None],
+)
+def test_a_damaged_index_is_refused_by_file(content: str | None, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.mkdir() if content is None else index.write_text(content)
+    with pytest.raises(BadCheckpoint, match=r"index\.json"), open_tensors(tmp_path):
+        pass

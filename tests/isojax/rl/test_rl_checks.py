@@ -153,7 +153,11 @@ def test_request_seeds_are_distinct_for_steps_prompts_and_samples_and_equal_in_e
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_tokens": 0}, {"samples": 0}, {"temperature": 0.0}, {"temperature": np.inf}, {"greedy": True, "samples": 2}],
+    [
+        *({"max_tokens": 0}, {"samples": 0}, {"temperature": 0.0}, {"temperature": np.inf}, {"temperature": 1e-50}),
+        *({"greedy": True, "samples": 2}, {"max_tokens": 2.5}, {"max_tokens": "3"}, {"samples": True}),
+        *({"seed": 1.5}, {"seed": -1}, {"stop_token_ids": (1.0,)}, {"stop_token_ids": "12"}),
+    ],
 )
 def test_samplings_that_no_engine_can_draw_are_refused(fields):
     with pytest.raises(UnsupportedRequest):

@@ -86,11 +86,25 @@ def test_bisect_refuses_two_runs_that_are_not_of_one_forward(outputs):
 
 
 def test_a_saved_run_comes_back_with_every_bit(outputs, tmp_path):
-    save_outputs(tmp_path / "run.npz", outputs)
-    assert find_parting(outputs, load_outputs(tmp_path / "run.npz")) is None
+    save_outputs(tmp_path / "run.npz", outputs, [1, 2, 3])
+    assert find_parting(outputs, load_outputs(tmp_path / "run.npz", [1, 2, 3])) is None
+    with pytest.raises(BadConfig, match=r"tokens: found .1, 2, 3.; allowed: .1, 2."):
+        load_outputs(tmp_path / "run.npz", [1, 2])
     (tmp_path / "other.npz").write_bytes(b"PK")
     with pytest.raises(BadConfig, match="--save"):
-        load_outputs(tmp_path / "other.npz")
+        load_outputs(tmp_path / "other.npz", [])
+
+
+def test_a_damaged_saved_run_is_refused(tmp_path):
+    output = RegionOutput("cast", None, (np.ones((64, 8), np.float32),))
+    save_outputs(tmp_path / "run.npz", [output], [1])
+    whole = (tmp_path / "run.npz").read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    for content in (b"", b"garbage", b"PK\x03\x04garbage", whole[: len(whole) // 2], bytes(flipped)):
+        (tmp_path / "run.npz").write_bytes(content)
+        with pytest.raises(BadConfig, match="no region outputs"):
+            load_outputs(tmp_path / "run.npz", [1])
 
 
 def test_the_first_region_that_is_not_finite_is_named(outputs):
@@ -144,11 +158,25 @@ def test_a_dump_brings_every_float32_back_and_the_trainer_scores_what_an_engine_
     loaded = load_log_probs(tmp_path / "dump.jsonl")
     assert measure(sampled, loaded).different == 0
     assert measure(loaded, score_like(loaded, small_policy(), small_params(), capacity=64)).different == 0
+    with pytest.raises(EmptyBatch):
+        score_like(log_probs(), small_policy(), small_params())
     with pytest.raises(BadConfig, match="whole history"):
         score_like(log_probs([0.0]), small_policy(), small_params())
 
 
-@pytest.mark.parametrize("line", ["{", '{"tokens": [1]}', '{"tokens": [1], "log_probs": [1, 2]}', "[]", "3"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "[]", "3", "[" * 100_000, '{"tokens": [1]}', '{"tokens": [1], "log_probs": [1, 2]}'),
+        '{"tokens": [1.9], "log_probs": [-1]}',
+        '{"tokens": [1e999], "log_probs": [-1]}',
+        '{"tokens": [99999999999], "log_probs": [-1]}',
+        '{"tokens": "12", "log_probs": [-1, -1]}',
+        '{"tokens": [1], "log_probs": ["-1"]}',
+        '{"tokens": [1], "log_probs": [1' + "0" * 400 + "]}",
+        '{"tokens": [1], "log_probs": [-1], "log_probs": [-2]}',
+    ],
+)
 def test_a_damaged_dump_names_its_line(tmp_path, line):
     (tmp_path / "dump.jsonl").write_text('{"tokens": [1], "log_probs": [-1.5]}\n' + line)
     with pytest.raises(BadConfig, match=r"dump\.jsonl, line 2"):

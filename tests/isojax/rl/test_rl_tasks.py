@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from contracts.errors import BadCheckpoint, BadConfig, EmptyBatch, PromptTooLong
+from isojax.rl.assemble import package_weights
 from isojax.rl.config import TaskSection
 from isojax.rl.data_order import example_indices
 from isojax.rl.prompts import PromptEncoder, encode_prompts
@@ -19,6 +20,11 @@ def own_module(tmp_path):
         "def length(example, tokens, text):\n    return len(tokens) / example.fields['best']\n"
         "def broken(example, tokens, text):\n    return float('nan')\n"
         "def prompts(count):\n    return [{'tokens': [index]} for index in range(count)]\n"
+        "def careless(example, tokens, text):\n    return example.fields['absent']\n"
+        "def huge(example, tokens, text):\n    return 10**400\n"
+        "def two(example, tokens):\n    return 1\n"
+        "def five():\n    return 5\n"
+        "def lazy():\n    yield {'tokens': [1]}\n    yield 1 / 0\n"
     )
     yield tmp_path
     sys.modules.pop("own_rewards", None)
@@ -40,12 +46,16 @@ def test_a_jsonl_file_with_a_reward_of_ones_own(own_module):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{", "a JSON object"),
-        ("[1]", "An example has keys"),
+        ("{", "not JSON"),
+        ("[1]", "a JSON object"),
         ('{"answer": 1}', "the prompt, once"),
         ('{"prompt": "a", "text": "b"}', "the prompt, once"),
         ('{"tokens": [1, "2"]}', "a list of token ids"),
         ('{"tokens": [-1]}', "a list of token ids"),
+        ('{"tokens": [1.0]}', "a list of token ids"),
+        ('{"tokens": [1], "tokens": [2]}', "the key twice"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"messages": []}', "role"),
         ('{"prompt": 3}', "a string"),
         ('{"messages": [{"role": "user"}]}', "role"),
     ],
@@ -66,12 +76,78 @@ def test_a_file_without_examples_and_a_missing_file_are_refused(own_module):
 
 @pytest.mark.parametrize(
     ("reward", "says"),
-    [("own_rewards", "module:function"), ("absent:f", "no module 'absent'"), ("own_rewards:shortest", "broken")],
+    [
+        ("own_rewards", "module:function"),
+        (".own_rewards:length", "module:function"),
+        ("absent:f", "no module 'absent'"),
+        ("absent.part:f", "no module 'absent'"),
+        ("own_rewards:shortest", "broken"),
+        ("sys:shortest", "sys has no function"),
+    ],
 )
 def test_a_missing_reward_function_is_refused_with_what_there_is(own_module, reward, says):
     section = jsonl(own_module, '{"tokens": [1]}').model_copy(update={"reward": reward})
     with pytest.raises(BadConfig, match=says):
         open_task(section, own_module)
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("careless", ("KeyError: 'absent'", "own_rewards:careless", "own_rewards.py, line 8")),
+        ("two", ("TypeError", "own_rewards:two", "own_rewards.py, line 11")),
+        ("huge", ("own_rewards:huge", "finite")),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_its_line(own_module, reward, says):
+    task = open_task(
+        jsonl(own_module, '{"tokens": [1]}').model_copy(update={"reward": f"own_rewards:{reward}"}), own_module
+    )
+    with pytest.raises(BadConfig) as refusal:
+        task.score(task.examples[0], (1,), "")
+    for part in ("task.reward", *says):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "says"),
+    [
+        ("five", {}, ("TypeError", "own_rewards:five")),
+        ("prompts", {"amount": 1}, ("TypeError", "'amount'", "task.settings")),
+        ("lazy", {}, ("ZeroDivisionError", "own_rewards.py, line 17")),
+    ],
+)
+def test_prompts_that_fail_are_named(own_module, prompts, settings, says):
+    section = TaskSection(
+        source="function", prompts=f"own_rewards:{prompts}", reward="own_rewards:length", settings=settings
+    )
+    with pytest.raises(BadConfig) as refusal:
+        open_task(section, own_module)
+    for part in ("task.prompts", *says):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def f(:\n", ("SyntaxError", "own_failing.py, line 1")),
+        ("\nraise ValueError('boom')\n", ("ValueError: boom", "own_failing.py, line 2")),
+        ("import not_installed_anywhere\n", ("no module 'not_installed_anywhere'",)),
+    ],
+)
+def test_a_module_that_fails_to_import_is_named_with_its_line(own_module, text, says):
+    (own_module / "own_failing.py").write_text(text)
+    section = jsonl(own_module, '{"tokens": [1]}').model_copy(update={"reward": "own_failing:f"})
+    with pytest.raises(BadConfig) as refusal:
+        open_task(section, own_module)
+    for part in ("task.reward", "own_failing:f", *says):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("source", ["", ".x", "absent.x", "absent", "sys", "json"])
+def test_a_package_without_weights_is_refused(source):
+    with pytest.raises(BadConfig, match=r"policy\.source"):
+        package_weights(f"package:{source}")
 
 
 def test_prompts_may_come_from_a_function_with_settings(own_module):
@@ -137,6 +213,45 @@ def test_text_without_a_tokenizer_or_template_is_refused(tmp_path, chat_folder):
     (chat_folder / "tokenizer.json").write_text("{}")
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json"):
         PromptEncoder(chat_folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokenizer_config.json", b"[1]", "a JSON object"),
+        ("tokenizer_config.json", b"\xff", "UTF-8"),
+        ("tokenizer_config.json", b"[" * 100_000, "nested too deeply"),
+        ("tokenizer_config.json", b'{"chat_template": 5}', "chat_template"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "tools", "template": "x"}]}', "named default"),
+        ("chat_template.jinja", b"\xff", "UTF-8"),
+        ("tokenizer.json", b"\xff", "damaged"),
+        ("tokenizer.json", None, "cannot be read"),
+    ],
+)
+def test_a_damaged_tokenizer_folder_is_refused_by_file(chat_folder, file, content, says):
+    (chat_folder / file).unlink(missing_ok=True)
+    if content is None:
+        (chat_folder / file).mkdir()
+    else:
+        (chat_folder / file).write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=says) as refusal:
+        PromptEncoder(chat_folder)
+    assert file in refusal.value.field
+
+
+@pytest.mark.parametrize("template", ["{{ messages + 1 }}", "{{ 1 / 0 }}", "{% if %}", "{{ absent.part }}"])
+def test_a_template_that_fails_is_refused(chat_folder, template):
+    (chat_folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(BadConfig, match="chat template takes"):
+        PromptEncoder(chat_folder).encode(Example(prompt="hi"))
+
+
+def test_a_list_of_templates_has_a_default_and_text_has_a_utf8_form(chat_folder):
+    templates = [{"name": "tools", "template": "go"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert PromptEncoder(chat_folder).encode(Example(prompt="hi you")) == (3, 4)
+    with pytest.raises(BadConfig, match="lone surrogates"):
+        PromptEncoder(chat_folder).encode(Example(text="\ud800"))
 
 
 def test_prompts_that_cannot_be_run_are_refused(tmp_path):

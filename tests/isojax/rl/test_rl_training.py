@@ -1,7 +1,6 @@
 """Whole training steps: what is asserted, what is refused, what resumes exactly, what is left behind."""
 
 import dataclasses
-import json
 import os
 import signal
 
@@ -22,7 +21,6 @@ from rl_samples import (
 
 from contracts.errors import (
     BadCheckpoint,
-    BadConfig,
     DifferenceFound,
     HandshakeRefused,
     NonFiniteLogits,
@@ -30,8 +28,7 @@ from contracts.errors import (
 )
 from isojax.rl.checkpoint import Checkpoints
 from isojax.rl.interrupts import finishing_first
-from isojax.rl.metrics import MetricsFile, read_metrics
-from isojax.rl.run_folder import RunFolder, latest_run, new_run
+from isojax.rl.metrics import read_metrics
 from isojax.weights.digest import digest
 
 DESIGN_FIELDS = {
@@ -229,14 +226,6 @@ def test_an_update_that_is_refused_keeps_the_step_before_it(tmp_path, monkeypatc
     assert trainer.checkpoints.latest() == 1
 
 
-def test_a_half_written_metrics_line_is_dropped_and_a_resume_cuts_what_is_beyond(tmp_path):
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)) + '{"step": 4')
-    assert [line["step"] for line in read_metrics(file.path)] == [1, 2, 3]
-    file.cut_after(2)
-    assert file.path.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
 def test_a_checkpoint_that_was_not_finished_does_not_count(finished, tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(finished.learner.state, dataclasses.replace(finished.progress, step=1))
@@ -284,23 +273,6 @@ def test_a_run_cannot_resume_under_another_seed_contract_or_reference(finished, 
         with pytest.raises(BadCheckpoint, match=field):
             trainer.resume()
         trainer.checkpoints._manager.delete(1)
-
-
-def test_a_resumed_run_may_be_longer_and_nothing_else(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.write_config(run_config())
-    folder.require_same_config(run_config(train={"steps": 50, "keep_checkpoints": 9}))
-    with pytest.raises(BadConfig, match=r"optimizer\.learning_rate"):
-        folder.require_same_config(run_config(optimizer={"learning_rate": 1.0}))
-    with pytest.raises(BadConfig, match="isojax train wrote"):
-        RunFolder(tmp_path / "absent").require_same_config(run_config())
-
-
-def test_runs_of_one_name_never_overwrite_each_other(tmp_path):
-    assert [new_run(tmp_path, "copy").path.name for _ in range(3)] == ["copy", "copy-2", "copy-3"]
-    assert latest_run(tmp_path, "copy").path.name == "copy-3"
-    with pytest.raises(BadConfig, match="Nothing to resume"):
-        latest_run(tmp_path, "other")
 
 
 def test_a_report_needs_nothing_from_outside(finished):
