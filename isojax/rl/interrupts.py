@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
@@ -21,13 +22,15 @@ def finishing_first() -> Iterator[None]:
         # Python delivers signals to the main thread alone.
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    found = ((number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM))
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {
+        n: handler for n, handler in found if callable(handler)
+    }
     waiting: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         if waiting:
-            handlers[number](number, frame)  # type: ignore[operator]
+            handlers[number](number, frame)
         waiting.append(number)
         print("isojax: stopping once this step is finished; once more stops at once", file=sys.stderr)
 
