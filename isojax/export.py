@@ -12,11 +12,13 @@ import numpy as np
 from contracts import FILE_NAME, ExecutionContract, save_contract
 from contracts.errors import BadConfig
 from isojax.contract import build_contract
+from isojax.kernels import KERNELS_FOLDER, Bundle
 from isojax.policy.hugging_face import to_hugging_face
 from isojax.policy.policy import Parameters, Policy
 from isojax.weights.load import ROPE_FILE, ROPE_TENSOR
 from isojax.weights.names import unpack
 from isojax.weights.safetensors import INDEX_FILE, SINGLE_FILE, write_tensors
+from pallas_kernels.store import save_bundle
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -30,15 +32,18 @@ def export_policy(
     *,
     temperature: float = 1.0,
     arch: str = "cpu",
+    kernels: Bundle | None = None,
 ) -> ExecutionContract:
     """Write the policy folder and return its contract. `isojax.load` of the folder gives the same bits.
 
     tokenizer_files: by name, from `isojax.weights.tokenizer.tokenizer_files`; empty for a policy without a tokenizer.
-    temperature: the contract's one T. The folder appears whole or not at all: it is written beside its place and
+    temperature: the contract's one T. arch, kernels: "sm90" with the policy's sealed kernels, which go into `kernels/`,
+    or "cpu" without; see `build_contract`. The folder appears whole or not at all: it is written beside its place and
     renamed; an older policy folder of that name is replaced.
 
-    Raises `BadConfig` where the place is taken by something else, or the parameters are not the policy's, and
-    `UncoveredArithmetic` for a policy with arithmetic outside of its regions.
+    Raises `BadConfig` where the place is taken by something else, the parameters are not the policy's or the
+    architecture has no kernels, `BadBundle` for too many kernels, and `UncoveredArithmetic` for a policy with
+    arithmetic outside of its regions.
     """
     target = Path(folder)
     if target.exists() and not (target / FILE_NAME).exists() and (not target.is_dir() or any(target.iterdir())):
@@ -49,11 +54,13 @@ def export_policy(
             reason="It holds something else, which export would delete.",
         )
     _check_parameters(policy, params)
-    contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature)
+    contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature, kernels=kernels)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
         _write(partial, policy, params, tokenizer_files)
+        if kernels is not None:
+            save_bundle(partial / KERNELS_FOLDER, kernels)
         save_contract(contract, partial / FILE_NAME)
         _replace(target, partial)
     finally:

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"model          {model.family}, {model.architecture}")
     print(f"cases          {', '.join(contract.cases)}")
     print(f"temperature    {bits_float(contract.semantics.temperature)}")
-    print(f"claims         {contract.claims.state}, on {', '.join(contract.claims.device_kinds)}")
+    print(f"claims         {contract.claims.state}, on {', '.join(contract.claims.device_kinds) or 'no device yet'}")
     for claim in contract.claims.topology:
         print(f"  {claim.axis:12} {claim.kind:9} {', '.join(map(str, claim.allowed))}  (gate {claim.gate})")
     print("composition")
