@@ -22,7 +22,7 @@ from pallas_kernels import counters
 Parameters = Mapping[str, jax.Array]
 Dtype = Literal["bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-_STEP = 16
+_ROW_STEP = 16
 
 
 class Policy:
@@ -172,7 +172,9 @@ class Policy:
         _check_not_empty(wanted, "rows")
         _check_range(wanted, len(batch.tokens), "rows", "The batch has no other rows.")
         # Padded by repeating a row, so that few row counts are compiled; a row's bits don't depend on its neighbours.
-        bucket = next((size for size in self.row_buckets if size >= len(wanted)), -(-len(wanted) // _STEP) * _STEP)
+        bucket = next(
+            (size for size in self.row_buckets if size >= len(wanted)), -(-len(wanted) // _ROW_STEP) * _ROW_STEP
+        )
         padded = np.pad(wanted.astype(np.int32), (0, bucket - len(wanted)), mode="edge")
         with counters.case("trainer_score"):
             return self._rows(dict(params), self.buffers, batch, padded, jnp.float32(temperature))[: len(wanted)]
