@@ -1,4 +1,5 @@
-# Two commands set everything up: `make demo` and `make test`. Both reuse .venv once it is there.
+# Two commands set everything up: `make demo` and `make test`. Both reuse .venv, and the tests .venv-sm90, once they are
+# there.
 
 PYTHON ?= $(shell command -v python3.11 >/dev/null 2>&1 && python3.11 -V >/dev/null 2>&1 && echo python3.11 || echo python3)
 VENV := .venv
@@ -6,13 +7,21 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: help setup demo test lint bench clean
+# Sealing sm90 kernels needs another JAX than the CPU pair, and that one another Python.
+SEAL_PYTHON ?= $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python),$(shell $(python) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1 && echo $(python))))
+SEAL_VENV := .venv-sm90
+SEAL_BIN := $(SEAL_VENV)/bin
+SEAL_READY := $(SEAL_VENV)/.ready
+SEAL_PIP := $(SEAL_BIN)/python -m pip --disable-pip-version-check -q
+
+.PHONY: help setup seal-env demo test lint bench clean
 
 help:
 	@echo "make demo   show the mismatch of two stacks, then train a real small model with none (CPU, about 10 minutes)"
 	@echo "make test   every test that needs no GPU"
 	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make setup  create $(VENV); the commands above do it themselves"
+	@echo "make seal-env  create $(SEAL_VENV), which seals kernels for sm90; make test does it itself"
 	@echo "make bench  engine speed beside stock vLLM on this CPU"
 
 setup: $(READY)
@@ -25,11 +34,26 @@ $(READY): requirements/cpu.txt requirements/vllm_name/pyproject.toml pyproject.t
 	$(PIP) install --no-deps --no-build-isolation --no-compile -e .
 	touch $(READY)
 
+seal-env: $(SEAL_READY)
+
+$(SEAL_READY): requirements/sm90.txt pyproject.toml
+	$(if $(SEAL_PYTHON),,$(error isojax: sealing sm90 kernels (jax 0.11.2) needs Python 3.12, and there is no python3.12 on PATH or under ~/.pyenv/versions; set SEAL_PYTHON=/path/to/python3.12))
+	$(SEAL_PYTHON) -m venv $(SEAL_VENV)
+	$(SEAL_PIP) install --no-deps --no-compile -r requirements/sm90.txt
+	$(SEAL_PIP) install --no-deps --no-build-isolation --no-compile -e .
+	touch $(SEAL_READY)
+
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
+# What needs the sealing JAX is skipped by the first call and is all that the second one runs.
+test: $(READY) $(if $(SEAL_PYTHON),$(SEAL_READY))
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+ifneq ($(SEAL_PYTHON),)
+	$(SEAL_BIN)/python -m pytest -n 2 --dist loadfile -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
+else
+	@echo "NOT RUN: the tests that seal sm90 kernels. They need Python 3.12; set SEAL_PYTHON=/path/to/python3.12"
+endif
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -41,4 +65,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/engine_cpu.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SEAL_VENV) build dist *.egg-info

@@ -33,6 +33,7 @@ def engine_report(
             jaxlib=version("jaxlib"),
             module_format="xla_cpu",
             ptxas=None,
+            kernel_manifest=None,
             engine_runner=runner_of(vllm_config),
         ),
         temperature=described["temperature"],

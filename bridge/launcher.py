@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -109,7 +109,10 @@ class Launcher:
         self.program = program
         self.device = compiler.device
         self.digests = program.digests
-        self._operands = tuple((name, *_expected(program.buffers[name])) for name in program.operands)
+        self._operands = tuple(
+            (name, *_expected(program.buffers[name]), program.buffers[name].leading_at_most)
+            for name in program.operands
+        )
         inner = [name for name in program.buffers if name not in program.operands]
         self._allocated = tuple((name, *_expected(program.buffers[name])) for name in inner)
         slots = {name: slot for slot, name in enumerate((*program.operands, *inner))}
@@ -127,15 +130,15 @@ class Launcher:
         """Runs on torch's current stream. Raises LaunchRefused naming the tensor that does not fit."""
         if len(operands) != len(self._operands):
             self._refuse("operands", len(operands), len(self._operands), "The region takes a fixed list of tensors.")
-        for tensor, (name, shape, dtype) in zip(operands, self._operands, strict=True):
+        for tensor, (name, shape, dtype, at_most) in zip(operands, self._operands, strict=True):
             if (
-                tensor.shape != shape
+                (tensor.shape != shape and not (at_most and _fits(tensor.shape, shape)))
                 or tensor.dtype != dtype
                 or tensor.device != self.device
                 or not tensor.is_contiguous()
                 or tensor.data_ptr() % ALIGNMENT
             ):
-                self._explain(tensor, name, shape, dtype)
+                self._explain(tensor, name, shape, dtype, at_most)
         tensors = [*operands]
         tensors.extend(torch.empty(shape, dtype=dtype, device=self.device) for _, shape, dtype in self._allocated)
         stream = torch.cuda.current_stream(self.device).cuda_stream
@@ -145,9 +148,13 @@ class Launcher:
             module.launch(module.function, stream, pointers)
         return tuple(tensors[slot] for slot in self._results)
 
-    def _explain(self, tensor: torch.Tensor, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def _explain(self, tensor: torch.Tensor, name: str, shape: torch.Size, dtype: torch.dtype, at_most: bool) -> None:
+        if at_most and not _fits(tensor.shape, shape):
+            allowed_shape: object = f"{tuple(shape)}, or fewer of the first"
+        else:
+            allowed_shape = tuple(tensor.shape) if at_most else tuple(shape)
         for what, found, allowed in (
-            ("shape", tuple(tensor.shape), tuple(shape)),
+            ("shape", tuple(tensor.shape), allowed_shape),
             ("dtype", tensor.dtype, dtype),
             ("device", tensor.device, self.device),
             ("strides", tensor.stride(), "dense, row-major" if not tensor.is_contiguous() else tensor.stride()),
@@ -158,6 +165,11 @@ class Launcher:
 
     def _refuse(self, field: str, found: object, allowed: object, reason: str) -> None:
         raise LaunchRefused(field=f"{self.program.region}.{field}", found=found, allowed=allowed, reason=reason)
+
+
+def _fits(found: torch.Size, bound: torch.Size) -> bool:
+    """Whether a buffer whose first size is a bound takes this shape; its kernels address only what others name."""
+    return len(found) == len(bound) and 0 < found[0] <= bound[0] and found[1:] == bound[1:]
 
 
 def _expected(buffer: Buffer) -> tuple[torch.Size, torch.dtype]:

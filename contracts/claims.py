@@ -68,8 +68,8 @@ class Claims(Section):
 
     topology: Annotated[tuple[AxisClaim, ...], AfterValidator(_one_claim_an_axis)]
     """One claim for each of dp, fsdp, pp, tp, ep, sp, cp."""
-    device_kinds: Annotated[TextSet, Field(min_length=1), DEPLOYMENT]
-    """Device kinds that the gates ran on, as JAX names them."""
+    device_kinds: Annotated[TextSet, DEPLOYMENT]
+    """Device kinds that the gates ran on, as JAX names them; empty only while nothing is proved."""
     state: Annotated[Literal["proved", "unproved"], DEPLOYMENT]
     """`unproved` refuses every mesh until `isojax verify` has run."""
     invalidated_by: Annotated[TextSet, Field(min_length=1), DEPLOYMENT]

@@ -127,6 +127,6 @@ class ExecutionContract(Section):
             raise ToolchainMismatch(
                 field="claims.device_kinds",
                 found=repr(device_kind),
-                allowed=", ".join(map(repr, self.claims.device_kinds)),
+                allowed=", ".join(map(repr, self.claims.device_kinds)) or "no device yet",
                 reason="No gate ran on this kind of device: run `isojax verify` on it first.",
             )

@@ -102,3 +102,7 @@ class BadBundle(Refusal):
 
 class LaunchRefused(Refusal):
     """A kernel launch whose buffers do not fit the kernel's manifest, or a kernel that did not compile."""
+
+
+class KernelMissing(Refusal):
+    """A region is called at shapes for which the policy's bundle holds no kernel."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from contracts.errors import ToolchainMismatch
-from contracts.field_types import Text
+from contracts.field_types import Sha256, Text
 from contracts.section import BITS, Section
 
 
@@ -18,7 +18,11 @@ class Toolchain(Section):
     module_format: Annotated[Text, BITS]
     """Format of the compiled regions: `mosaic_gpu_v2` when sealed, `xla_cpu` on a CPU."""
     ptxas: Annotated[Text | None, BITS]
-    """Version of ptxas; null on a CPU."""
+    """Version of ptxas that compiled the sealed kernels when the gates ran. Null on a CPU, and in an export that no
+    card has seen: sealing stops before ptxas, so the version is filled in, here and in the bundle's manifest, by the
+    gates' run on the card, which is also what turns the claims from unproved to proved."""
+    kernel_manifest: Annotated[Sha256 | None, BITS]
+    """SHA-256 of the manifest of the sealed kernels: their order, buffers and shapes. Null on a CPU."""
     engine_runner: Annotated[Text, BITS]
     """The engine's model runner, such as `vllm_v1` or `vllm_v2`."""
 

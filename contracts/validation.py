@@ -86,6 +86,13 @@ def _one_arch(contract: "ExecutionContract") -> None:
                 allowed=f"the SHA-256 of every sealed {entry.arch} kernel",
                 reason="On a GPU a region is its sealed kernels; without their digests nothing pins the bits.",
             )
+    if (contract.toolchain.kernel_manifest is None) != contract.arch.startswith("cpu-"):
+        raise BadContract(
+            field="toolchain.kernel_manifest",
+            found=contract.toolchain.kernel_manifest,
+            allowed="null on a CPU, the manifest's SHA-256 on a GPU",
+            reason="The manifest says in which order, over which buffers and for which shapes the kernels run.",
+        )
 
 
 def _sizes(contract: "ExecutionContract") -> None:
@@ -107,6 +114,13 @@ def _sizes(contract: "ExecutionContract") -> None:
 
 
 def _claims_are_possible(contract: "ExecutionContract") -> None:
+    if contract.claims.state == "proved" and not contract.claims.device_kinds:
+        raise BadContract(
+            field="claims.device_kinds",
+            found="none",
+            allowed="the kinds of device that the gates ran on",
+            reason="A proof happened on some device; where no gate ran, the state is unproved.",
+        )
     for claim in contract.claims.topology:
         for degree in claim.allowed:
             obstacle = why_uncuttable(contract.model, contract.semantics, claim.axis, degree)

@@ -44,10 +44,11 @@ _CALLS = frozenset(
 
 
 class RegionCall(NamedTuple):
-    """One call site of a region: its name and the parameters it is called with."""
+    """One call site of a region: its name, the parameters it is called with, and (shape, dtype) of every operand."""
 
     region: str
     parameters: Mapping[str, int | float | bool | str]
+    operands: tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def _check_region(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str
             allowed="a shard_map over all mesh axes around every region",
             reason="Under automatic sharding XLA gathers the whole batch in front of a region.",
         )
-    walk.calls.append(RegionCall(region.name, dict(path[0].params)))
+    avals: list[Any] = [variable.aval for variable in path[0].invars]
+    operands = tuple((tuple(aval.shape), str(aval.dtype)) for aval in avals)
+    walk.calls.append(RegionCall(region.name, dict(path[0].params), operands))
 
 
 def _touches_floats(equation: JaxprEqn) -> bool:

@@ -1,9 +1,9 @@
 """Build the execution contract of a policy: what it is made of, read from the policy and its audit."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import jax
-import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
@@ -22,22 +22,27 @@ from contracts import (
     Toolchain,
     check_temperature,
     float_bits,
+    topology,
 )
 from contracts.errors import BadConfig
-from isojax.audit import AuditReport, RegionCall, audit
+from isojax.audit import AuditReport, RegionCall
 from isojax.cpu_arch import cpu_arch
+from isojax.kernels import Bundle, kernel_digests
 from isojax.mesh import PROVED_DEGREES, fits_fsdp
-from isojax.policy.batch import PackedBatch
 from isojax.policy.config import PolicyConfig, config_digest
 from isojax.policy.policy import Policy
 from isojax.policy.rope import rope_table_digest
+from isojax.policy_audit import audit_engine, audit_trainer
 from isojax.weights.tokenizer import tokenizer_digest
 from pallas_kernels import REGIONS
 from pallas_kernels.lm_head.spec import LEAVES as VOCABULARY_LEAVES
+from pallas_kernels.seal import ARCHITECTURE, MODULE_FORMAT, SEALING_JAX
 
 TRAINER_CASES, ENGINE_CASES = CASES[:2], CASES[2:]
+CPU_ENGINE_RUNNER, SM90_ENGINE_RUNNER = "vllm_v1", "vllm_v2"
 MESH_GATE = "tests/isojax/test_mesh.py::test_a_sharded_policy_equals_one_device"
 PARITY_GATE = "tests/parity"
+SM90_GATE = "isojax verify --arch sm90"
 # A region of the contract whose owner differs between trainer and engine, by (trainer's, engine's) primitive.
 _PAIRS = {"attention": ("attention", "paged_attention"), "log_probs": ("token_log_probs", "log_prob_rows")}
 
@@ -48,53 +53,42 @@ def build_contract(
     tokenizer: Mapping[str, bytes],
     arch: str = "cpu",
     temperature: float = 1.0,
-    engine_runner: str = "vllm_v1",
+    engine_runner: str | None = None,
+    kernels: Bundle | None = None,
 ) -> ExecutionContract:
-    """The sealed contract of a policy on this machine.
+    """The sealed contract of a policy: on this machine's CPU, or of its sealed kernels on sm90.
 
     tokenizer: the tokenizer's files by name, empty for a policy that knows tokens only. temperature: T of
     log_softmax(logits / T). The composition is what the audit finds in the policy's own forward, with the parameters of
-    every call, so a policy with stray arithmetic has no contract.
+    every call, so a policy with stray arithmetic has no contract. engine_runner: vllm_v1 on a CPU and vllm_v2 on sm90
+    where None. kernels: what `isojax.kernels.sealing.seal_policy` gave, for sm90 and only for it. An sm90 contract is
+    unproved: no gate has run on a card, so it refuses every mesh until one has.
 
     Raises `UncoveredArithmetic` for such a policy and `BadConfig` for an architecture without kernels or a temperature
     that float32 does not hold.
     """
     temperature = check_temperature(temperature)
-    if arch != "cpu":
+    if arch not in ("cpu", "sm90") or (arch == "sm90") != (kernels is not None):
         raise BadConfig(
-            field="arch", found=arch, allowed=["cpu"], reason="No sealed kernels for it are in this installation."
+            field="arch",
+            found=f"{arch} {'without' if kernels is None else 'with'} sealed kernels",
+            allowed=["cpu", "sm90 with sealed kernels"],
+            reason="On a GPU a region is its sealed kernels, and the CPU form has none.",
         )
-    config = policy.config
     return ExecutionContract(
         schema_version=1,
-        model=_model(config, tokenizer_digest(tokenizer)),
+        model=_model(policy.config, tokenizer_digest(tokenizer)),
         cases=CASES,
-        composition=tuple(_composition(policy, cpu_arch())),
+        composition=tuple(_composition(policy, kernels)),
         semantics=_semantics(policy, temperature),
-        claims=_claims(policy),
-        toolchain=Toolchain(
-            jax=jax.__version__,
-            jaxlib=jaxlib.__version__,
-            module_format="xla_cpu",
-            ptxas=None,
-            engine_runner=engine_runner,
-        ),
+        claims=_claims(policy) if kernels is None else _unproved_claims(),
+        toolchain=_toolchain(engine_runner, kernels),
     ).sealed()
 
 
-def audit_policy(policy: Policy, tokens: int = 8) -> tuple[AuditReport, AuditReport]:
-    """Audit the trainer's forward (sampled tokens) and the engine's (hidden states and full rows), abstractly."""
-    ids = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    batch = PackedBatch(ids, ids, ids, ids, jax.ShapeDtypeStruct((tokens,), jnp.bool_))
-    params = policy.parameter_shapes
-    temperature = jax.ShapeDtypeStruct((), jnp.float32)
-
-    def rows(params, buffers, batch, temperature):
-        hidden = policy.hidden(params, buffers, batch.tokens, batch.positions, batch.segment_ids)
-        return policy.head_rows(params, hidden, temperature)
-
-    arguments = (params, policy.buffers, batch, temperature)
-    return audit(policy.score, *arguments), audit(rows, *arguments)
+def audit_policy(policy: Policy) -> tuple[AuditReport, AuditReport]:
+    """Audits of the trainer's forward (sampled tokens) and the engine's (hidden states and full rows)."""
+    return audit_trainer(policy), audit_engine(policy)
 
 
 def _model(config: PolicyConfig, tokenizer: str) -> ModelSection:
@@ -115,18 +109,21 @@ def _model(config: PolicyConfig, tokenizer: str) -> ModelSection:
     )
 
 
-def _composition(policy: Policy, arch: str) -> Iterable[CompositionEntry]:
+def _composition(policy: Policy, kernels: Bundle | None) -> Iterable[CompositionEntry]:
     trainer, engine = audit_policy(policy)
+    digests = {} if kernels is None else kernel_digests(kernels)
+    arch, gate = (cpu_arch(), PARITY_GATE) if kernels is None else (ARCHITECTURE, SM90_GATE)
+    entry = partial(_entry, arch=arch, digests=digests)
     paired = {primitive for pair in _PAIRS.values() for primitive in pair}
     # The two forwards share everything up to the head.
     for primitive in sorted(set(trainer.sequence) | set(engine.sequence)):
         if primitive not in paired:
-            yield _entry(primitive, primitive, CASES, trainer.calls, arch)
+            yield entry(primitive, primitive, CASES, trainer.calls)
     for region, (trained, served) in _PAIRS.items():
-        yield _entry(region, trained, TRAINER_CASES, trainer.calls, arch, gate=PARITY_GATE)
+        yield entry(region, trained, TRAINER_CASES, trainer.calls, gate=gate)
         # The engine's graph takes the paged binding at the calls that the policy makes to the packed one.
         source = [call._replace(region=served) if call.region == trained else call for call in engine.calls]
-        yield _entry(region, served, ENGINE_CASES, source, arch, gate=PARITY_GATE)
+        yield entry(region, served, ENGINE_CASES, source, gate=gate)
 
 
 def _entry(
@@ -134,7 +131,9 @@ def _entry(
     primitive: str,
     cases: tuple[Case, ...],
     calls: Iterable[RegionCall],
+    *,
     arch: str,
+    digests: Mapping[str, Mapping[str, str]],
     gate: str | None = None,
 ) -> CompositionEntry:
     declared = REGIONS[primitive]
@@ -151,13 +150,34 @@ def _entry(
         version=int(declared.version),
         arch=arch,
         constants=FrozenMap({name: _constant(value) for name, value in constants.items()}),
-        kernel_digests=FrozenMap({}),
+        kernel_digests=FrozenMap(digests.get(primitive, {})),
         gate=gate,
     )
 
 
 def _constant(value: int | float | bool | str) -> int | bool | str:
     return float_bits(value) if isinstance(value, float) else value
+
+
+def _toolchain(engine_runner: str | None, kernels: Bundle | None) -> Toolchain:
+    if kernels is None:
+        return Toolchain(
+            jax=jax.__version__,
+            jaxlib=jaxlib.__version__,
+            module_format="xla_cpu",
+            ptxas=None,
+            kernel_manifest=None,
+            engine_runner=engine_runner or CPU_ENGINE_RUNNER,
+        )
+    # Of the bundle and not of this process, which may only read it.
+    return Toolchain(
+        jax=SEALING_JAX,
+        jaxlib=SEALING_JAX,
+        module_format=MODULE_FORMAT,
+        ptxas=kernels.ptxas,
+        kernel_manifest=kernels.sha256,
+        engine_runner=engine_runner or SM90_ENGINE_RUNNER,
+    )
 
 
 def _semantics(policy: Policy, temperature: float) -> Semantics:
@@ -196,5 +216,16 @@ def _claims(policy: Policy) -> Claims:
         device_kinds=(jax.local_devices(backend="cpu")[0].device_kind,),
         state="proved",
         invalidated_by=("device_kind", "instruction_set", "toolchain"),
+        tolerances=FrozenMap({}),
+    )
+
+
+def _unproved_claims() -> Claims:
+    """Every axis pinned to 1 by a gate that is still to run: a fresh bundle has been on no card."""
+    return Claims(
+        topology=topology(SM90_GATE),
+        device_kinds=(),
+        state="unproved",
+        invalidated_by=("device_kind", "kernels", "toolchain"),
         tolerances=FrozenMap({}),
     )

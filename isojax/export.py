@@ -12,11 +12,13 @@ import numpy as np
 from contracts import FILE_NAME, ExecutionContract, save_contract
 from contracts.errors import BadConfig
 from isojax.contract import build_contract
+from isojax.kernels import KERNELS_FOLDER, Bundle
 from isojax.policy.hugging_face import to_hugging_face
 from isojax.policy.policy import Parameters, Policy
 from isojax.weights.load import ROPE_FILE, ROPE_TENSOR
 from isojax.weights.names import unpack
 from isojax.weights.safetensors import INDEX_FILE, SINGLE_FILE, write_tensors
+from pallas_kernels.store import save_bundle
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -30,42 +32,52 @@ def export_policy(
     *,
     temperature: float = 1.0,
     arch: str = "cpu",
+    kernels: Bundle | None = None,
 ) -> ExecutionContract:
     """Write the policy folder and return its contract. `isojax.load` of the folder gives the same bits.
 
     tokenizer_files: by name, from `isojax.weights.tokenizer.tokenizer_files`; empty for a policy without a tokenizer.
-    temperature: the contract's one T. The folder appears whole or not at all: it is written beside its place and
+    temperature: the contract's one T. arch, kernels: "sm90" with the policy's sealed kernels, which go into `kernels/`,
+    or "cpu" without; see `build_contract`. The folder appears whole or not at all: it is written beside its place and
     renamed; an older policy folder of that name is replaced.
 
-    Raises `BadConfig` where the place is taken by something else, or the parameters are not the policy's, and
-    `UncoveredArithmetic` for a policy with arithmetic outside of its regions.
+    Raises `BadConfig` where the place is taken by something else, the parameters are not the policy's or the
+    architecture has no kernels, `BadBundle` for too many kernels, and `UncoveredArithmetic` for a policy with
+    arithmetic outside of its regions.
     """
     target = Path(folder).resolve()
-    if Path.cwd().is_relative_to(target):
-        raise BadConfig(
-            field="folder",
-            found=str(target),
-            allowed="a folder beside or below the current one",
-            reason="It is replaced as a whole, which would leave this process and its shell in a deleted folder.",
-        )
-    if target.exists() and not (target / FILE_NAME).exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadConfig(
-            field="folder",
-            found=str(target),
-            allowed="a new folder, an empty one or an exported policy",
-            reason="It holds something else, which export would delete.",
-        )
+    check_target(target)
     policy.check_parameters(params)
-    contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature)
+    contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature, kernels=kernels)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
         _write(partial, policy, params, tokenizer_files)
+        if kernels is not None:
+            save_bundle(partial / KERNELS_FOLDER, kernels)
         save_contract(contract, partial / FILE_NAME)
         _replace(target, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return contract
+
+
+def check_target(folder: Path) -> None:
+    """Raise `BadConfig` where an export to `folder`, an absolute path, would delete something else than a policy."""
+    if Path.cwd().is_relative_to(folder):
+        raise BadConfig(
+            field="folder",
+            found=str(folder),
+            allowed="a folder beside or below the current one",
+            reason="It is replaced as a whole, which would leave this process and its shell in a deleted folder.",
+        )
+    if folder.exists() and not (folder / FILE_NAME).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadConfig(
+            field="folder",
+            found=str(folder),
+            allowed="a new folder, an empty one or an exported policy",
+            reason="It holds something else, which export would delete.",
+        )
 
 
 def _write(folder: Path, policy: Policy, params: Parameters, tokenizer_files: Mapping[str, bytes]) -> None:

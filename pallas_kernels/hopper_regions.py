@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pallas_kernels import kernel_source
 from pallas_kernels.program import Program
 
 if TYPE_CHECKING:
@@ -127,14 +128,21 @@ def _sealed(
     return seal_program(name, version, constants, region_program(name, types, constants))
 
 
-def sealed_region(region: Region, types: tuple[Type, ...], parameters: Mapping[str, Parameter]) -> SealedProgram:
-    """The sealed kernels of one call, lowered once a process."""
+def seal_region(region: Region, types: tuple[Type, ...], parameters: Mapping[str, Parameter]) -> SealedProgram:
+    """The sealed kernels of one call, lowered once a process.
+
+    Raises what `region_program` does, and ToolchainMismatch where this JAX may not seal.
+    """
     return _sealed(region.name, region.version, types, tuple(sorted(parameters.items())))
 
 
 def lower_on_cuda(region: Region, context: Any, operands: tuple[Any, ...], parameters: Mapping[str, Parameter]) -> Any:
-    """The region's lowering rule for CUDA: the custom calls of its sealed kernels."""
+    """The region's lowering rule for CUDA: the custom calls of its sealed kernels.
+
+    They are those of the loaded bundles; only a process that has loaded none lowers them itself. Raises KernelMissing.
+    """
     from pallas_kernels.sealed_call import emit
 
     types = tuple((tuple(aval.shape), str(np.dtype(aval.dtype))) for aval in context.avals_in)
-    return emit(context, sealed_region(region, types, parameters), operands)
+    program = kernel_source.LOADED.find(region, types, parameters) or seal_region(region, types, parameters)
+    return emit(context, program, operands)

@@ -13,10 +13,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Shape and dtype of one dense row-major buffer in device memory."""
+    """Shape and dtype of one dense row-major buffer in device memory.
+
+    ``leading_at_most`` says that the first size is only a bound: a buffer with fewer of them serves as well, because
+    the kernels address no others than those that other operands name, and no step or stride depends on their number.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    leading_at_most: bool = False
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rfc8785
 
-from contracts.errors import BadBundle
+from contracts.errors import BadBundle, BadConfig
+from pallas_kernels.kernel_shapes import KernelShapes
 from pallas_kernels.program import Buffer
 from pallas_kernels.seal import (
     ALIGNMENT,
@@ -24,51 +26,83 @@ from pallas_kernels.seal import (
 )
 
 #: Raised whenever the manifest's layout changes.
-BUNDLE_VERSION = 1
+BUNDLE_VERSION = 2
 MANIFEST = "manifest.json"
 MODULES = "modules"
 #: More modules than this and compiling them at start takes too long; few shape buckets are the remedy.
 MODULE_LIMIT = 160
 
+#: The one toolchain whose modules this version reads.
 _TOOLCHAIN = {
     "jax": SEALING_JAX,
+    "jaxlib": SEALING_JAX,
     "module_format": MODULE_FORMAT,
     "device_kind": DEVICE_KIND,
     "architecture": ARCHITECTURE,
 }
 
 
-def save_bundle(folder: str | Path, programs: Iterable[SealedProgram]) -> str:
-    """Writes ``manifest.json`` and one file a module into ``folder``; returns the bundle's SHA-256.
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Every sealed kernel of one policy and the shapes they serve.
 
-    Equal programs give equal bytes in any order and any process. Raises BadBundle over MODULE_LIMIT modules.
+    ``ptxas`` is the version that made machine code of the modules when the gates ran. Sealing needs no card and stops
+    before ptxas, so an export leaves it None; whoever runs the gates on a card records it.
     """
+
+    programs: tuple[SealedProgram, ...]
+    shapes: KernelShapes
+    ptxas: str | None = None
+
+    @property
+    def toolchain(self) -> dict[str, str | None]:
+        """What lowered the modules, and what compiled them."""
+        return {**_TOOLCHAIN, "ptxas": self.ptxas}
+
+    @property
+    def modules(self) -> dict[str, SealedModule]:
+        """Each module once, by its SHA-256."""
+        return {module.sha256: module for program in self.programs for module in program.modules}
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the manifest: the same for equal programs in any order and any process."""
+        return hashlib.sha256(rfc8785.dumps(self._body)).hexdigest()
+
+    @property
+    def manifest(self) -> str:
+        """The manifest's text."""
+        return json.dumps({"sha256": self.sha256, **self._body}, indent=1, sort_keys=True) + "\n"
+
+    @cached_property
+    def _body(self) -> dict[str, Any]:
+        return {
+            "bundle_version": BUNDLE_VERSION,
+            "toolchain": self.toolchain,
+            "alignment": ALIGNMENT,
+            "shapes": self.shapes.to_json(),
+            "programs": sorted((_describe(program) for program in self.programs), key=rfc8785.dumps),
+        }
+
+
+def save_bundle(folder: str | Path, bundle: Bundle) -> None:
+    """Writes ``manifest.json`` and one file a module into ``folder``. Raises BadBundle over MODULE_LIMIT modules."""
     folder = Path(folder)
-    entries = sorted((_describe(program) for program in programs), key=rfc8785.dumps)
-    modules = {module.sha256: module.module for program in programs for module in program.modules}
+    modules = bundle.modules
     if len(modules) > MODULE_LIMIT:
         raise BadBundle(
             field="kernels.modules",
             found=len(modules),
             allowed=f"at most {MODULE_LIMIT}",
-            reason="Every module is compiled when the engine starts; use fewer token buckets.",
+            reason="Every module is compiled when the engine starts; use fewer buckets.",
         )
     (folder / MODULES).mkdir(parents=True, exist_ok=True)
     for digest, module in modules.items():
-        (folder / MODULES / f"{digest}.mlirbc").write_bytes(module)
-    body: dict[str, Any] = {
-        "bundle_version": BUNDLE_VERSION,
-        "toolchain": _TOOLCHAIN,
-        "alignment": ALIGNMENT,
-        "programs": entries,
-    }
-    digest = hashlib.sha256(rfc8785.dumps(body)).hexdigest()
-    text = json.dumps({"sha256": digest, **body}, indent=1, sort_keys=True)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
-    return digest
+        (folder / MODULES / f"{digest}.mlirbc").write_bytes(module.module)
+    (folder / MANIFEST).write_text(bundle.manifest, encoding="utf-8")
 
 
-def load_bundle(folder: str | Path) -> list[SealedProgram]:
+def load_bundle(folder: str | Path) -> Bundle:
     """Reads a bundle and recomputes every hash in it.
 
     Raises BadBundle, naming the file, where it is missing, damaged, truncated, of another version, lowered by another
@@ -77,24 +111,26 @@ def load_bundle(folder: str | Path) -> list[SealedProgram]:
     folder = Path(folder)
     manifest = _read_manifest(folder / MANIFEST)
     try:
-        programs = [_restore(entry, folder / MODULES) for entry in manifest["programs"]]
-    except (KeyError, TypeError, ValueError) as error:
+        programs = tuple(_restore(entry, folder / MODULES) for entry in manifest["programs"])
+        shapes = KernelShapes.from_json(manifest["shapes"])
+    except (KeyError, TypeError, ValueError, BadConfig) as error:
         raise BadBundle(
             field=str(folder / MANIFEST),
             found=f"{type(error).__name__}: {error}",
             allowed=f"the layout of bundle version {BUNDLE_VERSION}",
-            reason="The manifest's hash is right but it holds no list of programs: another program wrote it.",
+            reason="The manifest's hash is right but not what it holds: another program wrote it.",
         ) from error
     named = {f"{digest}.mlirbc" for program in programs for digest in program.digests}
-    foreign = sorted(path.name for path in (folder / MODULES).iterdir() if path.name not in named)
+    expected = {folder / MANIFEST, folder / MODULES, *(folder / MODULES / name for name in named)}
+    foreign = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path not in expected)
     if foreign:
         raise BadBundle(
-            field=str(folder / MODULES),
+            field=str(folder),
             found=foreign,
-            allowed="only the modules that the manifest names",
+            allowed="only the manifest and the modules that it names",
             reason="A foreign file in a bundle means that two exports were mixed; export again into an empty folder.",
         )
-    return programs
+    return Bundle(programs, shapes, manifest["toolchain"]["ptxas"])
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -117,9 +153,18 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256(rfc8785.dumps(body)).hexdigest()
     if manifest.get("sha256") != digest:
         raise refuse(f"sha256 {manifest.get('sha256')}", digest, "The manifest was changed after it was sealed.")
-    for name, expected in (("toolchain", _TOOLCHAIN), ("alignment", ALIGNMENT)):
-        if manifest.get(name) != expected:
-            raise refuse(f"{name} {manifest.get(name)}", expected, "Another toolchain lowered these kernels.")
+    if manifest.get("alignment") != ALIGNMENT:
+        raise refuse(f"alignment {manifest.get('alignment')}", ALIGNMENT, "Buffers would lie at other addresses.")
+    toolchain = manifest.get("toolchain")
+    if not isinstance(toolchain, dict) or toolchain.keys() != {*_TOOLCHAIN, "ptxas"}:
+        raise refuse(f"toolchain {toolchain}", sorted({*_TOOLCHAIN, "ptxas"}), "It does not say what made the kernels.")
+    for name, expected in _TOOLCHAIN.items():
+        if toolchain[name] != expected:
+            raise refuse(
+                f"toolchain.{name} {toolchain[name]}",
+                expected,
+                "Another toolchain lowered these; export again.",
+            )
     return manifest
 
 
@@ -129,7 +174,12 @@ def _describe(program: SealedProgram) -> dict[str, Any]:
         "version": program.version,
         "constants": {name: _bits(value) for name, value in program.constants},
         "buffers": {
-            name: {"shape": list(buffer.shape), "dtype": buffer.dtype} for name, buffer in program.buffers.items()
+            name: {
+                "shape": list(buffer.shape),
+                "dtype": buffer.dtype,
+                "leading_at_most": buffer.leading_at_most,
+            }
+            for name, buffer in program.buffers.items()
         },
         "operands": list(program.operands),
         "results": list(program.results),
@@ -152,11 +202,15 @@ def _restore(entry: dict[str, Any], folder: Path) -> SealedProgram:
         region=str(entry["region"]),
         version=str(entry["version"]),
         constants=tuple(sorted((name, _value(bits)) for name, bits in entry["constants"].items())),
-        buffers={name: Buffer(tuple(b["shape"]), b["dtype"]) for name, b in sorted(entry["buffers"].items())},
+        buffers={name: _buffer(value) for name, value in sorted(entry["buffers"].items())},
         operands=tuple(entry["operands"]),
         results=tuple(entry["results"]),
         modules=tuple(_read_module(module, folder) for module in entry["modules"]),
     )
+
+
+def _buffer(entry: dict[str, Any]) -> Buffer:
+    return Buffer(tuple(entry["shape"]), str(entry["dtype"]), bool(entry["leading_at_most"]))
 
 
 def _read_module(entry: dict[str, Any], folder: Path) -> SealedModule:

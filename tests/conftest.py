@@ -1,4 +1,4 @@
-"""One compilation cache for a whole run of the tests: most of their time is XLA compiling the same small policies."""
+"""For all tests: one compilation cache a run, and skips, with their reason, of what the installed JAX can't run."""
 
 import os
 import shutil
@@ -12,8 +12,8 @@ CACHE = "JAX_COMPILATION_CACHE_DIR"
 def pytest_configure(config: pytest.Config) -> None:
     """Set before anything imports JAX; the workers of pytest-xdist and the engines' processes inherit it.
 
-    Made anew for every run, so that no test can pass on what an older version of the code compiled. Tests of separate
-    compilation take the variable out again.
+    Most of the tests' time is XLA compiling the same small policies. Made anew for every run, so that no test can pass
+    on what an older version of the code compiled. Tests of separate compilation take the variable out again.
     """
     if CACHE not in os.environ and not hasattr(config, "workerinput"):
         os.environ[CACHE] = config.stash[_OWN] = tempfile.mkdtemp(prefix="isojax-tests-")
@@ -24,6 +24,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Removes the cache that this run made."""
     if _OWN in config.stash:
         shutil.rmtree(config.stash[_OWN], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Kernels are sealed by one JAX, which the engine's environment does not have."""
+    import jax
+
+    from pallas_kernels.seal import SEALING_JAX
+
+    if jax.__version__ == SEALING_JAX:
+        return
+    reason = f"kernels are sealed with jax {SEALING_JAX} only, found {jax.__version__}: see `make seal-env`"
+    for item in items:
+        if item.get_closest_marker("sealing"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 _OWN = pytest.StashKey[str]()

@@ -15,7 +15,7 @@ from isojax.cli.exit_codes import INTERRUPTED
 
 COMMANDS = {
     "train": "train a policy as a TOML file says",
-    "export": "write a training checkpoint as a policy folder that vLLM serves",
+    "export": "write a checkpoint or weights as a policy folder that vLLM serves",
     "contract": "show, compare or check execution contracts",
     "verify": "run the gates that prove equal bits, here",
     "drift": "how far two stacks' log-probabilities are apart",

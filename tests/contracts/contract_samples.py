@@ -89,7 +89,12 @@ def smollm2() -> ExecutionContract:
             tolerances={},
         ),
         toolchain=Toolchain(
-            jax="0.10.2", jaxlib="0.10.2", module_format="xla_cpu", ptxas=None, engine_runner="vllm_v1"
+            jax="0.10.2",
+            jaxlib="0.10.2",
+            module_format="xla_cpu",
+            ptxas=None,
+            kernel_manifest=None,
+            engine_runner="vllm_v1",
         ),
     ).sealed()
 
@@ -127,7 +132,12 @@ def qwen3_on_hopper() -> ExecutionContract:
             tolerances={"logit": 0.5},
         ),
         toolchain=Toolchain(
-            jax="0.11.2", jaxlib="0.11.2", module_format="mosaic_gpu_v2", ptxas="13.0.88", engine_runner="vllm_v2"
+            jax="0.11.2",
+            jaxlib="0.11.2",
+            module_format="mosaic_gpu_v2",
+            ptxas="13.0.88",
+            kernel_manifest=DIGEST,
+            engine_runner="vllm_v2",
         ),
     )
 

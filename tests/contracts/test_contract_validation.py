@@ -97,6 +97,22 @@ def test_a_gpu_region_without_kernel_digests_is_refused():
         with_entries(entry("matmul", arch="sm90"))
 
 
+def test_sealed_kernels_and_their_manifest_belong_together():
+    for contract, manifest in ((smollm2(), DIGEST), (qwen3_on_hopper(), None)):
+        toolchain = contract.toolchain.model_copy(update={"kernel_manifest": manifest})
+        with pytest.raises(BadContract, match=r"toolchain\.kernel_manifest"):
+            contract.replaced(toolchain=toolchain)
+
+
+def test_only_an_unproved_claim_may_name_no_device():
+    claims = smollm2().claims.model_copy(update={"device_kinds": ()})
+    with pytest.raises(BadContract, match=r"claims\.device_kinds: found none"):
+        smollm2().replaced(claims=claims)
+    unproved = smollm2().replaced(claims=claims.model_copy(update={"state": "unproved"}))
+    with pytest.raises(ToolchainMismatch, match="no device yet"):
+        unproved.check_device_kind("cpu")
+
+
 @pytest.mark.parametrize(
     "dtype", ["parameter_dtype", "compute_dtype", "kv_cache_dtype", "head_operand_dtype", "head_output_dtype"]
 )

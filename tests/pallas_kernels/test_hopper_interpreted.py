@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sealing_tools import needs_sealing_jax
 
-pytestmark = [needs_sealing_jax, pytest.mark.slow]
+pytestmark = [pytest.mark.sealing, pytest.mark.slow]
 
 
 def _normal(seed: int, *shape: int) -> jax.Array:

@@ -3,13 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from sealing_tools import needs_sealing_jax
+from bundle_samples import matmul_types, unlowered
 
 import pallas_kernels as kernels
-from pallas_kernels.hopper_regions import region_program, sealed_region
+from contracts.errors import BadBundle, KernelMissing
+from pallas_kernels import kernel_source
+from pallas_kernels.hopper_regions import region_program, seal_region
 from pallas_kernels.region import REGIONS
 
-pytestmark = needs_sealing_jax
+pytestmark = pytest.mark.sealing
 
 T, H, D, V = 128, 128, 64, 1000
 
@@ -51,13 +53,9 @@ def test_only_the_cast_has_no_kernel():
         region_program("cast", (((8, 8), "bfloat16"),), {"dtype": "float32"})
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_call_in_xla_holds_the_sealed_bytes(name):
-    operands, parameters = CALLS[name]
-    region = REGIONS[name]
-    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
-    sealed = sealed_region(region, types, parameters)
-    lowered = jax.jit(lambda *x: region.bind(*x, **parameters)).trace(*operands).lower(lowering_platforms=("cuda",))
+def emitted(name, operands, parameters):
+    """(module, hash) of every custom call that XLA would run, and no CUDA here."""
+    bound = jax.jit(lambda *x: REGIONS[name].bind(*x, **parameters))
     found = []
 
     def walk(operation):
@@ -69,8 +67,38 @@ def test_the_call_in_xla_holds_the_sealed_bytes(name):
                 for inner in block.operations:
                     walk(inner.operation)
 
-    walk(lowered.compiler_ir().operation)
-    assert found == [(module.module, bytes.fromhex(module.sha256)) for module in sealed.modules]
+    walk(bound.trace(*operands).lower(lowering_platforms=("cuda",)).compiler_ir().operation)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_in_xla_holds_the_sealed_bytes(name):
+    operands, parameters = CALLS[name]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    sealed = seal_region(REGIONS[name], types, parameters)
+    expected = [(module.module, bytes.fromhex(module.sha256)) for module in sealed.modules]
+    assert emitted(name, operands, parameters) == expected
+
+
+def test_loaded_kernels_are_emitted_byte_for_byte_and_no_others(monkeypatch):
+    source = kernel_source.KernelSource()
+    monkeypatch.setattr(kernel_source, "LOADED", source)
+    parameters = {"leaves": 2, "out_dtype": "bfloat16"}
+    loaded = unlowered("matmul", matmul_types(8), parameters, module=b"from a bundle")
+    source.add([loaded])
+    source.add([loaded])
+    operands = [_bf16(8, 256), _bf16(128, 256)]
+    assert emitted("matmul", operands, parameters) == [(b"from a bundle", bytes.fromhex(loaded.digests[0]))]
+    for other, constants, says in (
+        ([_bf16(16, 256), _bf16(128, 256)], parameters, r"bfloat16\[16, 256\].*first operand \(8, 256\)"),
+        (operands, parameters | {"leaves": 1}, "'leaves': 1"),
+    ):
+        with pytest.raises(KernelMissing, match=says):
+            emitted("matmul", other, constants)
+    with pytest.raises(KernelMissing, match="was not sealed"):
+        emitted("swiglu", [_bf16(8, 256)], {})
+    with pytest.raises(BadBundle, match="loaded other kernels"):
+        source.add([unlowered("matmul", matmul_types(8), parameters, module=b"another")])
 
 
 def test_a_policy_in_float32_is_refused_on_a_card():

@@ -1,36 +1,28 @@
 """The kernel store: digests that never change by themselves, and bundles that are refused when anything else did."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import jax
 import pytest
-from sealing_tools import needs_sealing_jax, small_program
+from bundle_samples import SHAPES, change_manifest, matmul_types, two_matmuls, unlowered
 
 from contracts.errors import BadBundle, ToolchainMismatch
 from pallas_kernels.seal import check_sealing_toolchain, seal_program
-from pallas_kernels.store import MANIFEST, MODULES, load_bundle, save_bundle
-
-pytestmark = needs_sealing_jax
+from pallas_kernels.store import MANIFEST, MODULE_LIMIT, MODULES, Bundle, load_bundle, save_bundle
 
 SEAL_IN_A_NEW_PROCESS = """
-import sys
-sys.path.insert(0, {tests!r})
-from sealing_tools import small_program
+from pallas_kernels.matmul.hopper import matmul_program
 from pallas_kernels.seal import seal_program
-print(seal_program("matmul", "1", {{"leaves": 2}}, small_program()).digests[0])
+print(seal_program("matmul", "1", {"leaves": 2}, matmul_program(8, 128, 256, leaves=2)).digests[0])
 """
 
 
-@pytest.fixture(scope="module")
-def sealed():
-    return [seal_program("matmul", "1", {"leaves": n, "scale": 0.1}, small_program(n)) for n in (1, 2)]
-
-
 @pytest.fixture
-def bundle(tmp_path, sealed):
-    save_bundle(tmp_path, sealed)
+def bundle(tmp_path):
+    save_bundle(tmp_path, two_matmuls())
     return tmp_path
 
 
@@ -38,23 +30,47 @@ def _modules(bundle):
     return sorted((bundle / MODULES).iterdir())
 
 
-def test_digests_are_stable_within_and_across_processes(request):
-    here = seal_program("matmul", "1", {"leaves": 2}, small_program()).digests[0]
-    again = seal_program("matmul", "1", {"leaves": 2}, small_program()).digests[0]
-    code = SEAL_IN_A_NEW_PROCESS.format(tests=str(request.path.parent))
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert here == again == other.stdout.strip()
+@pytest.mark.sealing
+def test_digests_are_stable_within_and_across_processes_and_change_with_a_constant():
+    from pallas_kernels.matmul.hopper import matmul_program
+
+    def digest(leaves):
+        return seal_program("matmul", "1", {"leaves": leaves}, matmul_program(8, 128, 256, leaves=leaves)).digests[0]
+
+    command = [sys.executable, "-c", SEAL_IN_A_NEW_PROCESS]
+    other = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert digest(2) == digest(2) == other.stdout.strip()
+    assert digest(1) != digest(2)
 
 
-def test_a_constant_of_the_schedule_changes_the_digest(sealed):
-    assert sealed[0].digests != sealed[1].digests
-
-
-def test_a_bundle_comes_back_as_it_was_saved_in_any_order(bundle, sealed, tmp_path_factory):
-    assert sorted(load_bundle(bundle), key=lambda p: p.digests) == sorted(sealed, key=lambda p: p.digests)
+def test_a_bundle_comes_back_as_it_was_saved_in_any_order(bundle, tmp_path_factory):
+    saved, found = two_matmuls(), load_bundle(bundle)
+    assert sorted(found.programs, key=lambda p: p.digests) == sorted(saved.programs, key=lambda p: p.digests)
+    assert (found.shapes, found.ptxas, found.sha256) == (SHAPES, None, saved.sha256)
     other = tmp_path_factory.mktemp("reversed")
-    assert save_bundle(other, sealed[::-1]) == save_bundle(bundle, sealed)
+    save_bundle(other, dataclasses.replace(saved, programs=saved.programs[::-1]))
     assert (other / MANIFEST).read_bytes() == (bundle / MANIFEST).read_bytes()
+
+
+def test_every_field_of_a_bundle_is_in_its_hash():
+    saved = two_matmuls()
+    changed = dataclasses.replace(saved.programs[0].buffers["x"], leading_at_most=True)
+    program = dataclasses.replace(saved.programs[0], buffers={**saved.programs[0].buffers, "x": changed})
+    others = [
+        dataclasses.replace(saved, ptxas="12.9"),
+        dataclasses.replace(saved, shapes=dataclasses.replace(SHAPES, page_size=32)),
+        dataclasses.replace(saved, programs=saved.programs[:1]),
+        dataclasses.replace(saved, programs=(program, saved.programs[1])),
+    ]
+    assert len({saved.sha256, *(other.sha256 for other in others)}) == 5
+
+
+def test_too_many_modules_are_refused(tmp_path):
+    parameters = {"leaves": 1, "out_dtype": "bfloat16"}
+    programs = tuple(unlowered("matmul", matmul_types(8 * n), parameters) for n in range(1, MODULE_LIMIT + 2))
+    with pytest.raises(BadBundle, match=f"found {MODULE_LIMIT + 1}.*at most {MODULE_LIMIT}"):
+        save_bundle(tmp_path, Bundle(programs, SHAPES))
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_flipped_byte_is_refused_and_named(bundle):
@@ -88,9 +104,10 @@ def test_a_missing_module_is_refused(bundle):
         load_bundle(bundle)
 
 
-def test_a_foreign_file_is_refused(bundle):
-    (bundle / MODULES / "foreign.mlirbc").write_bytes(b"x")
-    with pytest.raises(BadBundle, match=r"foreign\.mlirbc"):
+@pytest.mark.parametrize("place", [f"{MODULES}/foreign.mlirbc", "foreign.ptx"])
+def test_a_foreign_file_is_refused(bundle, place):
+    (bundle / place).write_bytes(b"x")
+    with pytest.raises(BadBundle, match="foreign"):
         load_bundle(bundle)
 
 
@@ -110,17 +127,22 @@ def test_a_damaged_manifest_is_refused(bundle, text):
         load_bundle(bundle)
 
 
-def test_another_version_of_the_bundle_is_refused(bundle):
-    manifest = json.loads((bundle / MANIFEST).read_text())
-    manifest["bundle_version"] = 99
-    (bundle / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BadBundle, match="bundle_version 99"):
-        load_bundle(bundle)
-
-
-def test_a_bundle_of_another_toolchain_is_refused(bundle, sealed, monkeypatch):
-    monkeypatch.setitem(load_bundle.__globals__["_TOOLCHAIN"], "jax", "0.12.0")
-    with pytest.raises(BadBundle, match="toolchain"):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda manifest: manifest.update(bundle_version=99), "bundle_version 99"),
+        (lambda manifest: manifest.update(alignment=16), "alignment 16"),
+        (lambda manifest: manifest["toolchain"].update(jax="0.12.0"), r"toolchain\.jax 0\.12\.0"),
+        (lambda manifest: manifest["toolchain"].update(module_format="other"), r"toolchain\.module_format other"),
+        (lambda manifest: manifest["toolchain"].pop("ptxas"), "what made the kernels"),
+        (lambda manifest: manifest["shapes"].update(page_size=24), "page_size"),
+        (lambda manifest: manifest["shapes"].update(pages=2), "pages"),
+        (lambda manifest: manifest["programs"][0].pop("modules"), "KeyError: 'modules'"),
+    ],
+)
+def test_a_manifest_of_other_tools_or_another_layout_is_refused_by_name(bundle, change, says):
+    change_manifest(bundle, change)
+    with pytest.raises(BadBundle, match=says):
         load_bundle(bundle)
 
 

@@ -7,7 +7,7 @@ import pytest
 from rl_samples import run_config
 
 from contracts.errors import BadCheckpoint, BadConfig
-from isojax.rl.export_checkpoint import export_checkpoint
+from isojax.rl.checkpoint_policy import load_checkpoint
 from isojax.rl.metrics import MetricsFile, StepMetrics, read_metrics
 from isojax.rl.report import run_summary
 from isojax.rl.run_folder import RunFolder, latest_run, new_run
@@ -72,12 +72,12 @@ def test_a_run_with_a_damaged_configuration_is_not_exported(tmp_path, content):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(BadCheckpoint, match=r"config\.json"):
-        export_checkpoint(tmp_path / "checkpoints" / "1", tmp_path / "out")
+        load_checkpoint(tmp_path / "checkpoints" / "1")
 
 
 def test_a_folder_that_is_no_run_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for place in (tmp_path, tmp_path / "checkpoints" / "3", tmp_path / "checkpoints" / "²"):
         with pytest.raises(BadCheckpoint, match="no training checkpoint"):
-            export_checkpoint(place, tmp_path / "out")
+            load_checkpoint(place)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

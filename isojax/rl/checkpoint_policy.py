@@ -1,29 +1,46 @@
-"""A training checkpoint as a policy folder that vLLM serves."""
+"""The policy of a training checkpoint, as `isojax export` writes it."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from contracts import bits_float, load_contract
 from contracts.errors import BadCheckpoint
 from contracts.user_files import read_json_object
-from isojax.export import export_policy
+from isojax.policy.policy import Policy
 from isojax.rl.checkpoint import Checkpoints
 from isojax.rl.config_file import parse_config
-from isojax.rl.optimizer import build_optimizer, compute_copies, start_state
+from isojax.rl.optimizer import Parameters, build_optimizer, compute_copies, start_state
 from isojax.rl.run_folder import RunFolder
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
-from isojax.weights.tokenizer import tokenizer_files
+from isojax.weights.tokenizer import TokenizerFiles, tokenizer_files
 
 
-def export_checkpoint(checkpoint: Path, out: Path) -> tuple[int, str]:
-    """Write the policy of a checkpoint to `out`; returns its step and the digest of its weights.
+class CheckpointPolicy(NamedTuple):
+    """What a checkpoint holds of a policy: after which step, its weights and their digest, tokenizer, temperature."""
+
+    step: int
+    weight_digest: str
+    policy: Policy
+    params: Parameters
+    tokenizer_files: TokenizerFiles
+    temperature: float
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` looks like `RUN/checkpoints/STEP` or `RUN`, and not like a folder of weights."""
+    return RunFolder(path).checkpoints.is_dir() or RunFolder(path.parent.parent).checkpoints == path.parent
+
+
+def load_checkpoint(checkpoint: Path) -> CheckpointPolicy:
+    """The policy of a checkpoint, to be exported.
 
     checkpoint: `RUN/checkpoints/STEP`, or `RUN` for the newest. Raises BadCheckpoint if it is not one, is damaged, or
-    does not give the weights that the run recorded, and what `export_policy` raises.
+    does not give the weights that the run recorded.
     """
     folder, step = _locate(checkpoint)
     config = parse_config(read_json_object(folder.config, refusal=BadCheckpoint), source=str(folder.config))
@@ -44,8 +61,7 @@ def export_checkpoint(checkpoint: Path, out: Path) -> tuple[int, str]:
             reason="They are not the weights that the run had after that step.",
         )
     temperature = bits_float(load_contract(folder.policy).semantics.temperature)
-    export_policy(out, policy, params, tokenizer_files(folder.policy), temperature=temperature)
-    return step, progress.weight_digest
+    return CheckpointPolicy(step, progress.weight_digest, policy, params, tokenizer_files(folder.policy), temperature)
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:

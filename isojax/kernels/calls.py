@@ -1,0 +1,62 @@
+"""Every call of a region that trainer and engine make at the sealed shapes, read from the policy's own forward."""
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
+from isojax.audit import RegionCall
+from isojax.policy.policy import Policy
+from isojax.policy_audit import audit_engine, audit_trainer
+from pallas_kernels.kernel_shapes import KernelShapes
+
+Parameter = int | float | bool | str
+Types = tuple[tuple[tuple[int, ...], str], ...]
+
+
+class KernelCall(NamedTuple):
+    """A region at fixed shapes: (shape, dtype) of every operand in the region's order, and its parameters by name."""
+
+    region: str
+    types: Types
+    parameters: tuple[tuple[str, Parameter], ...]
+
+    def __str__(self) -> str:
+        operands = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in self.types)
+        return f"{operands}; {', '.join(f'{name}={value}' for name, value in self.parameters)}"
+
+
+def kernel_calls(policy: Policy, shapes: KernelShapes) -> list[KernelCall]:
+    """The distinct calls, each once. The forward is traced at every bucket, so no list of regions is kept by hand.
+
+    shapes: with max_context filled in. Raises `UncoveredArithmetic`.
+    """
+    found: dict[KernelCall, None] = {}
+    for tokens in shapes.trainer_tokens:
+        found.update(dict.fromkeys(map(_kernel_call, audit_trainer(policy, tokens).calls)))
+    # One trace serves a token bucket and a row bucket; where one list is longer, the other's first is traced again.
+    first = shapes.token_buckets[0], shapes.head_rows[0]
+    for tokens, rows in zip_longest(shapes.token_buckets, shapes.head_rows):
+        report = audit_engine(policy, tokens or first[0], rows or first[1])
+        found.update(dict.fromkeys(_engine_calls(report.calls, shapes)))
+    return list(found)
+
+
+def _kernel_call(call: RegionCall) -> KernelCall:
+    return KernelCall(call.region, call.operands, tuple(sorted(call.parameters.items())))
+
+
+def _engine_calls(calls: tuple[RegionCall, ...], shapes: KernelShapes) -> Iterator[KernelCall]:
+    for call in calls:
+        yield _paged(call, shapes) if call.region == "attention" else _kernel_call(call)
+
+
+def _paged(call: RegionCall, shapes: KernelShapes) -> KernelCall:
+    """The paged binding of an attention call: the same queries, over a cache that holds the batch's own keys too."""
+    query, key = call.operands[:2]
+    (tokens, _, _), dtype = query
+    (_, key_heads, head_size), _ = key
+    cache = ((shapes.max_pages, shapes.page_size, key_heads, head_size), dtype)
+    table = ((shapes.max_requests, shapes.request_pages), "int32")
+    per_token = ((tokens,), "int32")
+    types = (query, cache, cache, table, per_token, per_token)
+    return KernelCall("paged_attention", types, tuple(sorted(call.parameters.items())))

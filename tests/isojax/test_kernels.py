@@ -1,0 +1,266 @@
+"""An sm90 policy folder: its contract names its kernels, and where anything was exchanged it is refused by name."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from bundle_samples import SHAPES
+from kernel_samples import sealable_params, sealable_policy, sealed_folder, unlowered_bundle
+
+import isojax
+from contracts import CASES, FrozenMap, load_contract, save_contract
+from contracts.errors import (
+    BadBundle,
+    BadConfig,
+    IdentityMismatch,
+    KernelMissing,
+    MeshNotClaimed,
+    ToolchainMismatch,
+)
+from isojax.kernels import KERNELS_FOLDER, load_kernels
+from isojax.kernels.calls import kernel_calls
+from pallas_kernels import kernel_source
+from pallas_kernels.store import MANIFEST, MODULES, Bundle, save_bundle
+
+
+@pytest.fixture(autouse=True)
+def source(monkeypatch: pytest.MonkeyPatch) -> kernel_source.KernelSource:
+    """Loaded kernels are kept for the whole process; each test has its own."""
+    fresh = kernel_source.KernelSource()
+    monkeypatch.setattr(kernel_source, "LOADED", fresh)
+    return fresh
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return sealed_folder(tmp_path / "policy")
+
+
+def rewritten(folder: Path, **changes) -> Path:
+    """The folder with another bundle in place of its own: consistent in itself, but not the contract's."""
+    bundle = dataclasses.replace(load_kernels(folder, load_contract(folder)), **changes)
+    shutil.rmtree(folder / KERNELS_FOLDER)
+    save_bundle(folder / KERNELS_FOLDER, bundle)
+    return folder
+
+
+def exchanged(bundle: Bundle, region: str, change) -> tuple:
+    """The bundle's programs with the first one of a region changed."""
+    index = next(i for i, program in enumerate(bundle.programs) if program.region == region)
+    programs = list(bundle.programs)
+    programs[index] = change(programs[index])
+    return tuple(programs)
+
+
+def test_calls_are_those_of_the_forward_at_every_bucket() -> None:
+    shapes = dataclasses.replace(SHAPES, token_buckets=(8, 16, 32), head_rows=(8, 24), trainer_tokens=(128, 256))
+    calls = kernel_calls(sealable_policy(), shapes)
+    assert len(set(calls)) == len(calls)
+
+    def sizes(region: str) -> set[int]:
+        return {call.types[0][0][0] for call in calls if call.region == region}
+
+    assert sizes("attention") == sizes("token_log_probs") == {128, 256}
+    assert sizes("paged_attention") == {8, 16, 32}
+    assert sizes("log_prob_rows") == {8, 24}
+    for shared in ("matmul", "rms_norm", "add_rms_norm", "qk_norm_rope", "swiglu"):
+        assert sizes(shared) == {8, 16, 32, 128, 256}
+    paged = next(call for call in calls if call.region == "paged_attention")
+    assert [shape for shape, _ in paged.types] == [(8, 2, 64), (64, 16, 1, 64), (64, 16, 1, 64), (4, 4), (8,), (8,)]
+
+
+def test_the_contract_names_every_kernel_and_claims_nothing(folder: Path) -> None:
+    contract, bundle = load_contract(folder), unlowered_bundle()
+    named = {digest for entry in contract.composition for digest in entry.kernel_digests.values()}
+    assert named == set(bundle.modules)
+    assert contract.arch == "sm90"
+    matmul = contract.owner("matmul", "engine_decode").kernel_digests
+    assert "matmul x[8,128] w[256,128] leaves=1 out_dtype=bfloat16" in matmul
+    assert contract.owner("attention", "trainer_fwd").impl_id == "attention"
+    assert contract.owner("attention", "engine_prefill").impl_id == "paged_attention"
+    made = contract.toolchain
+    assert (made.jax, made.jaxlib, made.module_format) == ("0.11.2", "0.11.2", "mosaic_gpu_v2")
+    assert (made.ptxas, made.engine_runner, made.kernel_manifest) == (None, "vllm_v2", bundle.sha256)
+    assert contract.cases == CASES
+    with pytest.raises(MeshNotClaimed, match="unproved"):
+        contract.check_mesh({})
+    with pytest.raises(ToolchainMismatch, match="no device yet"):
+        contract.check_device_kind("NVIDIA H200")
+
+
+def test_a_loaded_folder_gives_the_same_policy_kernels_and_contract(folder: Path) -> None:
+    policy, params = isojax.load(folder)
+    assert isojax.digest(params) == isojax.digest(sealable_params())
+    bundle = load_kernels(folder, load_contract(folder))
+    assert (bundle.sha256, bundle.shapes) == (unlowered_bundle().sha256, SHAPES)
+    assert isojax.build_contract(policy, tokenizer={}, arch="sm90", kernels=bundle) == load_contract(folder)
+
+
+def test_the_trainer_emits_the_bundle_and_refuses_other_token_counts(folder: Path) -> None:
+    policy = isojax.load_policy(folder)
+    bundle = load_kernels(folder, load_contract(folder))
+
+    def emitted(tokens: int) -> set[bytes]:
+        batch = isojax.pack([[1] * tokens], length_multiple=tokens)
+        traced = jax.jit(policy.score).trace(policy.parameter_shapes, policy.buffers, batch, 1.0)
+        found: set[bytes] = set()
+
+        def walk(operation) -> None:
+            if operation.name == "stablehlo.custom_call" and "mhlo.backend_config" in operation.attributes:
+                found.add(operation.attributes["mhlo.backend_config"]["module"].value_bytes)
+            for part in operation.regions:
+                for block in part.blocks:
+                    for inner in block.operations:
+                        walk(inner.operation)
+
+        walk(traced.lower(lowering_platforms=("cuda",)).compiler_ir().operation)
+        return found
+
+    expected = {
+        module.module
+        for program in bundle.programs
+        for module in program.modules
+        if program.buffers[program.operands[0]].shape[0] == 128
+    }
+    assert emitted(128) == expected
+    with pytest.raises(KernelMissing, match=r"first operand .*8, 128"):
+        emitted(256)
+
+
+@pytest.mark.parametrize(("count", "compiled"), [(1, 8), (8, 8), (9, 16)])
+def test_full_rows_are_computed_at_a_sealed_row_count(folder: Path, monkeypatch, count: int, compiled: int) -> None:
+    policy, params = isojax.load(folder)
+    plain, found = policy.head_rows, []
+
+    def spied(params, hidden, temperature):
+        found.append(hidden.shape[0])
+        return plain(params, hidden, temperature)
+
+    monkeypatch.setattr(policy, "head_rows", spied)
+    rows = policy.log_prob_rows(params, isojax.pack([[1] * 16], length_multiple=16), np.arange(count))
+    assert rows.shape == (count, 256)
+    # Beyond the largest bucket nothing is sealed, and on a card such a call is refused.
+    assert found == [compiled]
+
+
+def test_an_untouched_folder_loads_twice_in_one_process(folder: Path) -> None:
+    isojax.load_policy(folder)
+    isojax.load_policy(folder)
+
+
+def test_one_flipped_byte_of_a_module_is_refused(folder: Path) -> None:
+    path = next((folder / KERNELS_FOLDER / MODULES).iterdir())
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BadBundle, match=path.name):
+        isojax.load(folder)
+
+
+def test_missing_truncated_and_foreign_files_are_refused(folder: Path) -> None:
+    modules = folder / KERNELS_FOLDER / MODULES
+    path = next(modules.iterdir())
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(BadBundle, match="truncated"):
+        isojax.load(folder)
+    path.unlink()
+    with pytest.raises(BadBundle, match="incomplete"):
+        isojax.load(folder)
+    path.write_bytes(content)
+    (modules / "stray").touch()
+    with pytest.raises(BadBundle, match="stray"):
+        isojax.load(folder)
+    shutil.rmtree(folder / KERNELS_FOLDER)
+    with pytest.raises(BadBundle, match=f"{MANIFEST}.*no such file"):
+        isojax.load(folder)
+
+
+def test_two_kernels_exchanged_in_the_manifest_are_refused_by_name(folder: Path) -> None:
+    bundle = unlowered_bundle()
+    norms = [program for program in bundle.programs if program.region == "rms_norm"]
+    modules = [program.modules for program in norms]
+    swapped = [dataclasses.replace(p, modules=m) for p, m in zip(norms, modules[::-1], strict=True)]
+    others = [program for program in bundle.programs if program.region != "rms_norm"]
+    rewritten(folder, programs=(*others, *swapped))
+    with pytest.raises(BadBundle, match=r"region rms_norm, kernel rms_norm x\[128,128\]"):
+        isojax.load(folder)
+
+
+def test_two_kernels_exchanged_in_the_contract_are_refused_by_name(folder: Path) -> None:
+    contract = load_contract(folder)
+    entry = contract.owner("rms_norm", "trainer_fwd")
+    names, digests = list(entry.kernel_digests), list(entry.kernel_digests.values())
+    swapped = entry.model_copy(update={"kernel_digests": FrozenMap(dict(zip(names, digests[::-1], strict=True)))})
+    composition = tuple(swapped if item is entry else item for item in contract.composition)
+    path = folder / "execution_contract.json"
+    raw = json.loads(path.read_text())
+    raw["composition"] = [item.model_dump(mode="json") for item in composition]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(IdentityMismatch, match="changed by hand"):
+        isojax.load(folder)
+    save_contract(contract.replaced(composition=composition), folder)
+    with pytest.raises(BadBundle, match=r"region rms_norm, kernel rms_norm x\[128,128\]"):
+        isojax.load(folder)
+
+
+def test_a_kernel_sealed_anew_with_another_tile_is_refused_by_name(folder: Path) -> None:
+    def retiled(program):
+        module = dataclasses.replace(program.modules[0], module=b"another tile")
+        return dataclasses.replace(program, modules=(module,))
+
+    rewritten(folder, programs=exchanged(unlowered_bundle(), "matmul", retiled))
+    with pytest.raises(BadBundle, match=r"region matmul, kernel matmul x\[\d+,128\].*other constants"):
+        isojax.load(folder)
+
+
+def test_another_constant_is_refused_by_name(folder: Path) -> None:
+    def resplit(program):
+        constants = tuple((name, 256 if name == "split" else value) for name, value in program.constants)
+        return dataclasses.replace(program, constants=constants)
+
+    rewritten(folder, programs=exchanged(unlowered_bundle(), "paged_attention", resplit))
+    with pytest.raises(BadBundle, match=r"region paged_attention, kernel .* split=256: found"):
+        isojax.load(folder)
+
+
+@pytest.mark.parametrize("change", [{"ptxas": "13.0.88"}, {"ptxas": ""}])
+def test_another_ptxas_in_the_manifest_is_refused_by_name(folder: Path, change: dict) -> None:
+    rewritten(folder, **change)
+    with pytest.raises(BadBundle, match=r"toolchain\.ptxas: found .*the contract's None"):
+        isojax.load(folder)
+
+
+def test_another_jax_in_the_contract_is_refused_by_name(folder: Path) -> None:
+    contract = load_contract(folder)
+    other = contract.toolchain.model_copy(update={"jax": "0.12.0"})
+    save_contract(contract.replaced(toolchain=other), folder)
+    with pytest.raises(BadBundle, match=r"toolchain\.jax: found 0\.11\.2.*contract's 0\.12\.0"):
+        isojax.load(folder)
+
+
+def test_other_shapes_in_the_manifest_are_refused(folder: Path) -> None:
+    rewritten(folder, shapes=dataclasses.replace(SHAPES, max_pages=128))
+    with pytest.raises(BadBundle, match="for other shapes"):
+        isojax.load(folder)
+
+
+def test_kernels_beside_a_cpu_contract_or_none_are_refused(folder: Path) -> None:
+    save_contract(isojax.build_contract(sealable_policy(), tokenizer={}), folder)
+    with pytest.raises(BadBundle, match="beside a CPU contract"):
+        isojax.load(folder)
+    (folder / "execution_contract.json").unlink()
+    with pytest.raises(BadBundle, match="beside no contract"):
+        isojax.load(folder)
+
+
+@pytest.mark.parametrize("options", [{"arch": "sm90"}, {"arch": "cpu", "kernels": True}, {"arch": "sm80"}])
+def test_an_architecture_and_its_kernels_belong_together(options: dict) -> None:
+    if options.pop("kernels", False):
+        options["kernels"] = unlowered_bundle()
+    with pytest.raises(BadConfig, match=f"arch: found {options['arch']} with"):
+        isojax.build_contract(sealable_policy(), tokenizer={}, **options)
