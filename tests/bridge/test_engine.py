@@ -274,7 +274,12 @@ def test_a_request_from_elsewhere_meets_the_error_itself(running):
         ([], Sampling(max_tokens=1), EmptyBatch, "prompts"),
         ([[3], []], Sampling(max_tokens=1), EmptyBatch, "prompts"),
         ([[3] * 256], Sampling(max_tokens=1), PromptTooLong, r"prompts\[0\]: found 256 tokens; allowed: at most 255"),
-        ([[3, 300]], Sampling(max_tokens=1), UnsupportedRequest, r"prompts\[0\].*0\.\.299"),
+        (
+            [[3, 300]],
+            Sampling(max_tokens=1),
+            UnsupportedRequest,
+            r"prompts\[0\]\[1\]: found token 300; allowed: .* 0 to 299",
+        ),
         ([[3]], Sampling(max_tokens=1, temperature=0.6), UnsupportedRequest, r"temperature: found 0\.6; allowed: 1\.0"),
     ],
     ids=["no prompt", "empty prompt", "too long", "unknown token", "other temperature"],
