@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.completions import SampleRequest, completion_of, prompt_scores, rows_by_request, sampling_params
+from bridge.completions import (
+    SampleRequest,
+    completion_of,
+    prompt_scores,
+    rows_by_request,
+    sampled_values,
+    sampling_params,
+)
 from bridge.handshake import engine_report, kernel_record
-from bridge.non_finite import Fault
+from bridge.non_finite import Fault, fault_of_values
 from bridge.start import EngineOptions, start_vllm, stop_vllm
 from bridge.vllm_api import finish_weight_update, weight_version
 from bridge.weight_sync import WeightSender
@@ -106,7 +113,7 @@ class VllmEngine:
             self._rpc("isojax_tap_rows", full_rows, secrets.randbits(62) if sampling.seed is None else sampling.seed)
         try:
             outputs = self._run(tokens, params)
-            self._refuse_faults(requests)
+            self._refuse_faults(requests, [sampled_values(output) for output in outputs])
             rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows else {}
         finally:
             if full_rows:
@@ -129,8 +136,10 @@ class VllmEngine:
             for number in range(len(sequences))
         ]
         outputs = self._run([list(map(int, sequence)) for sequence in sequences], params)
-        self._refuse_faults([SampleRequest(number, 0) for number in range(len(sequences))])
-        return [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
+        scores = [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
+        requests = [SampleRequest(number, 0) for number in range(len(sequences))]
+        self._refuse_faults(requests, [(0, score.tolist()) for score in scores])
+        return scores
 
     def close(self) -> None:
         """Stops vLLM and removes the staging file. The engine cannot be used afterwards."""
@@ -211,8 +220,13 @@ class VllmEngine:
                 "another one.",
             )
 
-    def _refuse_faults(self, requests: Sequence[SampleRequest]) -> None:
+    def _refuse_faults(self, requests: Sequence[SampleRequest], values: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """values: of every request the position of its first row, and its rows' log-probabilities."""
         faults = [Fault(**fields) for fields in self._rpc("isojax_take_faults")]
+        if not faults:
+            # On a card the worker asks the device nothing, so what comes back has to tell.
+            shown = [fault_of_values(str(requests[n]), n, *positioned) for n, positioned in enumerate(values)]
+            faults = [fault for fault in shown if fault is not None]
         if not faults:
             return
         # The cache holds keys of the rows that failed.
