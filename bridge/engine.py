@@ -56,6 +56,8 @@ class VllmEngine:
         self._digest: str | None = None
         self._reported = False
         self._checked: set[str] = set()
+        self.cached_tokens: list[int] = []
+        """Prompt tokens that the last call found in the prefix cache, one count a request."""
 
     @property
     def contract(self) -> ExecutionContract:
@@ -65,7 +67,11 @@ class VllmEngine:
     def report(self) -> EngineReport:
         """What runs, read from the live engine, for `contracts.handshake` on the trainer's side."""
         self._reported = True
-        return engine_report(self.folder, self._contract, self._llm.llm_engine.vllm_config, self._describe())
+        return engine_report(self.folder, self._contract, self._llm.llm_engine.vllm_config, self.describe())
+
+    def describe(self) -> dict[str, Any]:
+        """What the worker says about itself, in plain values: dtypes, device, regions and kernels."""
+        return self._rpc("isojax_describe")
 
     def sync(self, params: Mapping[str, Any]) -> str:
         """Gives the engine packed parameters through vLLM's weight transfer; returns the digest of what it now holds.
@@ -152,12 +158,15 @@ class VllmEngine:
         from vllm.inputs import TokensPrompt
 
         try:
-            return self._llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in tokens], params, use_tqdm=False)
+            prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
         except BaseException:
             # Also Ctrl-C: nothing may stay in flight, or the next sync could not run.
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
+        self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
+        return outputs
 
     def _require_ready(self) -> str:
         if not self._reported:
@@ -248,13 +257,10 @@ class VllmEngine:
         """Compares the regions that really ran with the contract, the first time that each case has run."""
         if len(self._checked) == 2:
             return
-        described = self._describe()
+        described = self.describe()
         new = {case: names for case, names in described["served"].items() if case not in self._checked}
         check_kernels(self._contract, kernel_record(new), what="served")
         self._checked |= set(new)
-
-    def _describe(self) -> dict[str, Any]:
-        return self._rpc("isojax_describe")
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         return self._llm.collective_rpc(method, args=arguments)[0]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 CPU_PAGE_SIZE = 32
 FREE_AT_START = 0.1
-"""Share of a card that must be free when vLLM starts. Its cache has a size of its own, kv_cache_bytes, so a trainer in the
-same process keeps the rest; vLLM's default share would be refused beside it."""
+"""Share of a card that must be free when vLLM starts. Its cache has a size of its own, kv_cache_bytes, so a trainer in
+the same process keeps the rest; vLLM's default share would be refused beside it."""
 
 
 @dataclass(frozen=True)
