@@ -38,6 +38,11 @@ Kernels = dict[str, set[str]]
 """Digests of kernels by region."""
 
 
+def current_card() -> torch.device:
+    """The card that vLLM has chosen for this worker."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class GpuPolicyModel(nn.Module):
     """An exported sm90 policy in vLLM's V2 model runner, eager or in full CUDA graphs.
 
@@ -53,7 +58,7 @@ class GpuPolicyModel(nn.Module):
         super().__init__()
         keep_off_the_card()
         folder = Path(vllm_config.model_config.model)
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = current_card()
         self.contract = load_contract(folder)
         bundle = load_kernels(folder, self.contract)
         shapes = bundle.shapes

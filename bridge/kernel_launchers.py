@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from contracts.errors import BadBundle, LaunchRefused
 from pallas_kernels.region import REGIONS
 
 if TYPE_CHECKING:
+    from bridge.launcher import Compiler
     from pallas_kernels.seal import SealedProgram
 
 logger = logging.getLogger(__name__)
@@ -122,6 +124,14 @@ def engine_programs(
     return chosen
 
 
+@cache
+def _compiler(device: torch.device) -> Compiler:
+    """One a card and process, so that an engine started anew finds its kernels compiled."""
+    from bridge.launcher import Compiler
+
+    return Compiler(device)
+
+
 def compile_kernels(programs: Sequence[SealedProgram], device: torch.device) -> float:
     """Compiles programs in threads, with a progress bar, and makes them callable; returns the seconds it took.
 
@@ -129,10 +139,10 @@ def compile_kernels(programs: Sequence[SealedProgram], device: torch.device) -> 
     LaunchRefused, ToolchainMismatch and BadBundle.
     """
     # Imported here: it loads Pallas, which an engine on a CPU never needs.
-    from bridge.launcher import Compiler, Launcher
+    from bridge.launcher import Launcher
 
     start = time.perf_counter()
-    compiler = Compiler(device)
+    compiler = _compiler(device)
     modules = {module.sha256 for program in programs for module in program.modules}
     with tqdm(total=len(modules), desc="compiling sealed kernels", leave=False) as bar:
         compiler.compile_all(programs, progress=lambda done, total: bar.update(done - bar.n))
