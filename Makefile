@@ -49,7 +49,7 @@ demo: $(READY)
 # What needs the sealing JAX is skipped by the first call and is all that the second one runs.
 test: $(READY) $(SEAL_READY)
 	$(BIN)/python -m pytest
-	$(SEAL_BIN)/python -m pytest -n 2 -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
+	$(SEAL_BIN)/python -m pytest -n 2 --dist loadfile -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -46,13 +46,7 @@ def export_policy(
     arithmetic outside of its regions.
     """
     target = Path(folder)
-    if target.exists() and not (target / FILE_NAME).exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BadConfig(
-            field="folder",
-            found=str(target),
-            allowed="a new folder, an empty one or an exported policy",
-            reason="It holds something else, which export would delete.",
-        )
+    check_target(target)
     _check_parameters(policy, params)
     contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature, kernels=kernels)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
@@ -66,6 +60,17 @@ def export_policy(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return contract
+
+
+def check_target(folder: Path) -> None:
+    """Raise `BadConfig` where an export to `folder` would delete something else than a policy."""
+    if folder.exists() and not (folder / FILE_NAME).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadConfig(
+            field="folder",
+            found=str(folder),
+            allowed="a new folder, an empty one or an exported policy",
+            reason="It holds something else, which export would delete.",
+        )
 
 
 def _write(folder: Path, policy: Policy, params: Parameters, tokenizer_files: Mapping[str, bytes]) -> None:

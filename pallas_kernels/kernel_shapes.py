@@ -22,16 +22,16 @@ class KernelShapes:
     """What is sealed; any other shape is refused at run time, never lowered. All are counts.
 
     token_buckets: tokens of an engine step, which is padded to the next one. head_rows: rows of log-probabilities that
-    one call computes. trainer_tokens: tokens of a trainer's micro-batch. page_size: tokens a page of the cache.
-    max_pages: a bound on the pages of one layer's cache, whose number depends on the card's free memory: a cache with
-    fewer takes the same kernels. max_requests, max_context: rows of the block table, and tokens that a row of it can
-    hold; 0 takes the policy's longest context.
+    one call computes, on either side. trainer_tokens: tokens of a trainer's micro-batch. page_size: tokens a page of
+    the cache. max_pages: a bound on the pages of one layer's cache, whose number depends on the card's free memory: a
+    cache with fewer takes the same kernels. max_requests, max_context: rows of the block table, and tokens that a row
+    of it can hold; 0 takes the policy's longest context.
 
     Raises BadConfig for a field out of range.
     """
 
     token_buckets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-    head_rows: tuple[int, ...] = (8, 32, 64, 128, 256)
+    head_rows: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
     trainer_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 16
     max_pages: int = 2**20

@@ -46,7 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {claim.axis:12} {claim.kind:9} {', '.join(map(str, claim.allowed))}  (gate {claim.gate})")
     print("composition")
     for entry in contract.composition:
-        print(f"  {entry.region:16} {entry.impl_id} {entry.version} on {entry.arch}  [{', '.join(entry.cases)}]")
+        kernels = f", {len(entry.kernel_digests)} kernels" if entry.kernel_digests else ""
+        print(
+            f"  {entry.region:16} {entry.impl_id} {entry.version} on {entry.arch}{kernels}  [{', '.join(entry.cases)}]"
+        )
+    print("toolchain")
+    for name, value in contract.toolchain.model_dump().items():
+        print(f"  {name:16} {'-' if value is None else value}")
     print("identities")
     for name in ("semantic", "numerical_policy", "deployment"):
         print(f"  {name:16} {getattr(identities, name)}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from contracts import FILE_NAME, bits_float, load_contract
 from contracts.errors import BadConfig
-from isojax.export import export_policy
+from isojax.export import check_target, export_policy
 from isojax.kernels import Bundle, KernelShapes
 from isojax.policy.policy import Parameters, Policy
 from isojax.rl.checkpoint_policy import is_checkpoint, load_checkpoint
@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
             field="--processes", found=arguments.processes, allowed="a positive integer", reason="It is a count."
         )
     shapes = KernelShapes(**given)
+    # Before the long work.
+    check_target(arguments.out)
     source = _read(arguments.source)
     kernels = None if arguments.arch == "cpu" else _seal(source.policy, shapes, arguments.processes)
     export_policy(

@@ -22,7 +22,7 @@ from pallas_kernels import counters
 Parameters = Mapping[str, jax.Array]
 Dtype = Literal["bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-_ROW_BUCKET = 16
+_ROW_STEP = 16
 
 
 class Policy:
@@ -66,6 +66,9 @@ class Policy:
                 allowed=f"float32{[config.max_position, config.head_dim]}",
                 reason="The rotation gathers one row a position.",
             )
+        # Row counts that `log_prob_rows` is compiled for, ascending; where there are none, any multiple of 16. Loading
+        # a policy with sealed kernels sets it to theirs.
+        self.row_buckets: tuple[int, ...] = ()
         self.buffers: dict[str, jax.Array] = {"rope_table": jnp.asarray(table)}
         abstract = nnx.eval_shape(lambda: DensePolicy(config, jnp.dtype(dtype), remat))
         self._definition, state = nnx.split(abstract)
@@ -169,7 +172,10 @@ class Policy:
         _check_not_empty(wanted, "rows")
         _check_range(wanted, len(batch.tokens), "rows", "The batch has no other rows.")
         # Padded by repeating a row, so that few row counts are compiled; a row's bits don't depend on its neighbours.
-        padded = np.pad(wanted.astype(np.int32), (0, -len(wanted) % _ROW_BUCKET), mode="edge")
+        bucket = next(
+            (size for size in self.row_buckets if size >= len(wanted)), -(-len(wanted) // _ROW_STEP) * _ROW_STEP
+        )
+        padded = np.pad(wanted.astype(np.int32), (0, bucket - len(wanted)), mode="edge")
         with counters.case("trainer_score"):
             return self._rows(dict(params), self.buffers, batch, padded, jnp.float32(temperature))[: len(wanted)]
 

@@ -59,7 +59,9 @@ def load_policy(folder: str | Path, dtype: str | None = None, *, remat: Remat = 
     if contract is not None:
         _check_contract(path, policy, contract)
     if contract is not None and not contract.arch.startswith("cpu-"):
-        kernel_source.LOADED.add(load_kernels(path, contract).programs)
+        kernels = load_kernels(path, contract)
+        kernel_source.LOADED.add(kernels.programs)
+        policy.row_buckets = kernels.shapes.head_rows
     elif (path / KERNELS_FOLDER).exists():
         raise BadBundle(
             field=str(path / KERNELS_FOLDER),

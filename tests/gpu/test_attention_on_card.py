@@ -47,13 +47,28 @@ class Batch:
     def rows(self, number: int, start: int, stop: int) -> slice:
         return slice(self.first[number] + start, self.first[number] + stop)
 
-    def paged(self, compiler, wanted: list[tuple[int, int, int]], page: int, T: int, **options) -> torch.Tensor:
-        """Runs queries ``(sequence, start, stop)`` over shuffled pages whose unused positions are NaN."""
+    def paged(
+        self,
+        compiler,
+        wanted: list[tuple[int, int, int]],
+        page: int,
+        T: int,
+        *,
+        least_pages: int = 0,
+        bound: int = 0,
+        **options,
+    ) -> torch.Tensor:
+        """Runs queries ``(sequence, start, stop)`` over shuffled pages whose unused positions are NaN.
+
+        They are the last pages of a cache with ``least_pages`` or more; the kernel is lowered for at least ``bound``.
+        """
         request_pages = -(-max(self.lengths) // page) + 1
         need = [-(-length // page) for length in self.lengths]
-        pages = sum(need) + 3
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
-        caches = [torch.full((pages, page, self.K, self.D), float("nan"), device="cuda").bfloat16() for _ in range(2)]
+        used_pages = sum(need) + 3
+        pages = max(used_pages, least_pages)
+        order = pages - 1 - torch.randperm(used_pages, generator=torch.Generator().manual_seed(1))
+        nan = {"fill_value": float("nan"), "device": "cuda", "dtype": torch.bfloat16}
+        caches = [torch.full((pages, page, self.K, self.D), **nan) for _ in range(2)]
         table = torch.zeros((len(wanted), request_pages), dtype=torch.int32, device="cuda")
         owner = torch.full((T,), -1, dtype=torch.int32, device="cuda")
         position = torch.zeros(T, dtype=torch.int32, device="cuda")
@@ -72,7 +87,7 @@ class Batch:
             position[at : at + count] = torch.arange(start, stop, device="cuda")
             q[at : at + count] = self.q[self.rows(number, start, stop)]
             at += count
-        sizes = {"pages": pages, "page": page, "requests": len(wanted), "request_pages": request_pages}
+        sizes = {"pages": max(pages, bound), "page": page, "requests": len(wanted), "request_pages": request_pages}
         program = paged_attention_program(T, self.H, self.K, self.D, **sizes, scale=self.scale, split=SPLIT, **options)
         out = launcher(compiler, program)(q, *caches, table, owner, position)[0]
         assert bool((out[at:] == 0).all()), "padding is not inert"
@@ -107,6 +122,20 @@ def test_pages_equal_packed_in_prefill_chunks_and_decode(compiler, H, K, D, page
     packed = batch.packed(compiler)
     wanted = [(3, 699, 700), (5, 640, 1300), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 7, 9)]
     out = batch.paged(compiler, wanted, page, 696)
+    at = 0
+    for number, start, stop in wanted:
+        found = out[at : at + stop - start]
+        assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"sequence {number}, {start} to {stop}")
+        at += stop - start
+
+
+@pytest.mark.parametrize("least_pages", [0, 2**20])
+def test_neither_a_bound_on_the_pages_nor_rows_beyond_32_bit_elements_move_a_bit(compiler, least_pages):
+    batch = Batch(LENGTHS, 16, 2, 128)
+    assert 2**20 * 16 * 2 * 128 > 2**31
+    packed = batch.packed(compiler)
+    wanted = [(3, 699, 700), (5, 640, 1300), (2, 128, 129), (4, 0, 16)]
+    out = batch.paged(compiler, wanted, 16, 696, least_pages=least_pages, bound=2**20)
     at = 0
     for number, start, stop in wanted:
         found = out[at : at + stop - start]

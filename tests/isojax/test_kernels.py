@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from bundle_samples import SHAPES
 from kernel_samples import sealable_params, sealable_policy, sealed_folder, unlowered_bundle
@@ -128,6 +129,22 @@ def test_the_trainer_emits_the_bundle_and_refuses_other_token_counts(folder: Pat
     assert emitted(128) == expected
     with pytest.raises(KernelMissing, match=r"first operand .*8, 128"):
         emitted(256)
+
+
+@pytest.mark.parametrize(("count", "compiled"), [(1, 8), (8, 8), (9, 16)])
+def test_full_rows_are_computed_at_a_sealed_row_count(folder: Path, monkeypatch, count: int, compiled: int) -> None:
+    policy, params = isojax.load(folder)
+    plain, found = policy.head_rows, []
+
+    def spied(params, hidden, temperature):
+        found.append(hidden.shape[0])
+        return plain(params, hidden, temperature)
+
+    monkeypatch.setattr(policy, "head_rows", spied)
+    rows = policy.log_prob_rows(params, isojax.pack([[1] * 16], length_multiple=16), np.arange(count))
+    assert rows.shape == (count, 256)
+    # Beyond the largest bucket nothing is sealed, and on a card such a call is refused.
+    assert found == [compiled]
 
 
 def test_an_untouched_folder_loads_twice_in_one_process(folder: Path) -> None:
