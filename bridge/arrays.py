@@ -47,6 +47,11 @@ def torch_dtype(dtype: jnp.dtype) -> torch.dtype:
     return TORCH_DTYPES[dtype]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A torch dtype's name as contracts write it, for example bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dispatch_synchronously() -> bool:
     """Asks XLA:CPU to run every call on the calling thread; returns False if it is too late to ask.
 
@@ -68,8 +73,13 @@ def as_int32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_viewable(tensor: torch.Tensor) -> bool:
-    """Whether JAX can see this tensor's memory itself: contiguous, 64-byte aligned, and a dtype that JAX has."""
-    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 and tensor.dtype in JAX_DTYPES
+    """Whether JAX's CPU client can see this memory itself: contiguous, 64-byte aligned, of a dtype that JAX has."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % ALIGNMENT == 0
+        and tensor.dtype in JAX_DTYPES
+    )
 
 
 def to_jax(tensor: torch.Tensor) -> jax.Array:

@@ -190,7 +190,7 @@ class CachedAttention(AttentionImpl):
 class CachedAttentionLayer(nn.Module, AttentionLayerBase):
     """One layer's place in vLLM: it has a name, asks for a cache and is given one."""
 
-    impl: CachedAttention
+    impl: Any
 
     def __init__(
         self,
@@ -203,6 +203,7 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
         dtype: torch.dtype,
         scale: float,
         split: int,
+        backend: type[IsojaxAttentionBackend] = IsojaxAttentionBackend,
     ) -> None:
         """Registers itself with vLLM under the layer's name. dtype: of the cache, the policy's own."""
         super().__init__()
@@ -210,7 +211,8 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.dtype = dtype
         self.block_size = vllm_config.cache_config.block_size
-        self.impl = CachedAttention(scale, split)
+        self._backend = backend
+        self.impl = backend.get_impl_cls()(scale, split)
         self._kv_cache = torch.tensor([])
         vllm_config.compilation_config.static_forward_context[self.layer_name] = self
 
@@ -229,8 +231,8 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
             self.impl.release()
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """Given here, because vLLM's CPU platform would choose its own kernels for any name."""
-        return IsojaxAttentionBackend
+        """Given here, because vLLM's platforms would choose their own kernels for any name."""
+        return self._backend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """A full causal cache in the policy's dtype."""
@@ -238,7 +240,7 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
         return full_attention_spec(self.block_size, self.num_kv_heads, self.head_size, self.dtype)
 
 
-def step_metadata() -> StepMetadata | None:
+def step_metadata() -> Any:
     """The running step's metadata, the same for every layer; None while vLLM profiles."""
     metadata: Any = get_forward_context().attn_metadata
     return next(iter(metadata.values())) if isinstance(metadata, dict) else metadata
@@ -255,7 +257,8 @@ def _cached_attention(
     return owner.impl.forward(owner, q, k, v, owner.kv_cache, step_metadata(), positions=positions)
 
 
-_library.impl("cached_attention", _cached_attention, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("cached_attention", _cached_attention, _device)
 torch.library.register_fake(
     "isojax::cached_attention", lambda q, k, v, positions, layer: torch.empty_like(q), lib=_library
 )

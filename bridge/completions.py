@@ -70,8 +70,16 @@ def completion_of(
         log_probs=np.array([entry[token].logprob for token, entry in entries if entry], np.float32),
         finish_reason=str(sampled.finish_reason),
         weight_digest=weights,
-        rows=rows,
+        # A step that was scheduled ahead may have tapped a row behind the last token.
+        rows=None if rows is None else {index: row for index, row in rows.items() if index < len(tokens)},
     )
+
+
+def sampled_values(output: RequestOutput) -> tuple[int, list[float]]:
+    """Position of the last prompt token, which the first row was computed from, and each sampled token's value."""
+    sampled = output.outputs[0]
+    entries = zip(sampled.token_ids, sampled.logprobs or (), strict=True)
+    return len(output.prompt_token_ids or ()) - 1, [entry[token].logprob for token, entry in entries if entry]
 
 
 def prompt_scores(sequence: Sequence[int], output: RequestOutput) -> np.ndarray:

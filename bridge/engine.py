@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.completions import SampleRequest, completion_of, prompt_scores, rows_by_request, sampling_params
+from bridge.completions import (
+    SampleRequest,
+    completion_of,
+    prompt_scores,
+    rows_by_request,
+    sampled_values,
+    sampling_params,
+)
 from bridge.handshake import engine_report, kernel_record
-from bridge.non_finite import Fault
+from bridge.non_finite import Fault, fault_of_values
 from bridge.start import EngineOptions, start_vllm, stop_vllm
 from bridge.vllm_api import finish_weight_update, weight_version
 from bridge.weight_sync import WeightSender
@@ -49,6 +56,8 @@ class VllmEngine:
         self._digest: str | None = None
         self._reported = False
         self._checked: set[str] = set()
+        self.cached_tokens: list[int] = []
+        """Prompt tokens that the last call found in the prefix cache, one count a request."""
 
     @property
     def contract(self) -> ExecutionContract:
@@ -58,7 +67,11 @@ class VllmEngine:
     def report(self) -> EngineReport:
         """What runs, read from the live engine, for `contracts.handshake` on the trainer's side."""
         self._reported = True
-        return engine_report(self.folder, self._contract, self._llm.llm_engine.vllm_config, self._describe())
+        return engine_report(self.folder, self._contract, self._llm.llm_engine.vllm_config, self.describe())
+
+    def describe(self) -> dict[str, Any]:
+        """What the worker says about itself, in plain values: dtypes, device, regions and kernels."""
+        return self._rpc("isojax_describe")
 
     def sync(self, params: Mapping[str, Any]) -> str:
         """Gives the engine packed parameters through vLLM's weight transfer; returns the digest of what it now holds.
@@ -106,7 +119,7 @@ class VllmEngine:
             self._rpc("isojax_tap_rows", full_rows, secrets.randbits(62) if sampling.seed is None else sampling.seed)
         try:
             outputs = self._run(tokens, params)
-            self._refuse_faults(requests)
+            self._refuse_faults(requests, [sampled_values(output) for output in outputs])
             rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows else {}
         finally:
             if full_rows:
@@ -129,8 +142,10 @@ class VllmEngine:
             for number in range(len(sequences))
         ]
         outputs = self._run(ids, params)
-        self._refuse_faults([SampleRequest(number, 0) for number in range(len(sequences))])
-        return [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
+        scores = [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
+        requests = [SampleRequest(number, 0) for number in range(len(sequences))]
+        self._refuse_faults(requests, [(0, score.tolist()) for score in scores])
+        return scores
 
     def close(self) -> None:
         """Stops vLLM and removes the staging file. The engine cannot be used afterwards."""
@@ -143,12 +158,15 @@ class VllmEngine:
         from vllm.inputs import TokensPrompt
 
         try:
-            return self._llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in tokens], params, use_tqdm=False)
+            prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
         except BaseException:
             # Also Ctrl-C: nothing may stay in flight, or the next sync could not run.
             engine = self._llm.llm_engine
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
+        self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
+        return outputs
 
     def _require_ready(self) -> str:
         if not self._reported:
@@ -211,8 +229,13 @@ class VllmEngine:
         checked(sampling.stop_token_ids, "stop_token_ids")
         return [checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
-    def _refuse_faults(self, requests: Sequence[SampleRequest]) -> None:
+    def _refuse_faults(self, requests: Sequence[SampleRequest], values: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """values: of every request the position of its first row, and its rows' log-probabilities."""
         faults = [Fault(**fields) for fields in self._rpc("isojax_take_faults")]
+        if not faults:
+            # On a card the worker asks the device nothing, so what comes back has to tell.
+            shown = [fault_of_values(str(requests[n]), n, *positioned) for n, positioned in enumerate(values)]
+            faults = [fault for fault in shown if fault is not None]
         if not faults:
             return
         # The cache holds keys of the rows that failed.
@@ -234,13 +257,10 @@ class VllmEngine:
         """Compares the regions that really ran with the contract, the first time that each case has run."""
         if len(self._checked) == 2:
             return
-        described = self._describe()
+        described = self.describe()
         new = {case: names for case, names in described["served"].items() if case not in self._checked}
         check_kernels(self._contract, kernel_record(new), what="served")
         self._checked |= set(new)
-
-    def _describe(self) -> dict[str, Any]:
-        return self._rpc("isojax_describe")
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
         return self._llm.collective_rpc(method, args=arguments)[0]

@@ -12,7 +12,9 @@ import torch
 from torch import fx
 
 import bridge.attention_backend  # noqa: F401  (registers torch.ops.isojax.cached_attention)
+from bridge.torch_ops import op_of
 from bridge.translate import Replacement, bind_parameters, replace_region, translate
+from pallas_kernels.region import REGIONS
 
 if TYPE_CHECKING:
     from bridge.translate import RegionCall
@@ -36,17 +38,20 @@ class PolicyGraphs:
     plain: frozenset[str]
 
     @classmethod
-    def translate(cls, policy: Policy) -> PolicyGraphs:
-        """Traces the policy at a symbolic token count and puts the cached attention in the attention region's place."""
+    def translate(cls, policy: Policy, device: str = "cpu") -> PolicyGraphs:
+        """Traces the policy at a symbolic token count and puts the cached attention in the attention region's place.
+
+        device: of the constants that the graphs hold.
+        """
         (rows,) = jax.export.symbolic_shape("t")
         integers = jax.ShapeDtypeStruct((rows,), jnp.int32)
         buffers = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in policy.buffers.items()}
-        hidden = translate(policy.hidden, policy.parameter_shapes, buffers, integers, integers, integers)
+        hidden = translate(policy.hidden, policy.parameter_shapes, buffers, *[integers] * 3, device=device)
         hidden = replace_region(hidden, "attention", _cached)
         _erase_unused_inputs(hidden)
         states = jax.ShapeDtypeStruct((rows, policy.config.hidden_size), policy.parameter_shapes["embed"].dtype)
         temperature = jax.ShapeDtypeStruct((), jnp.float32)
-        head = translate(policy.head_rows, policy.parameter_shapes, states, temperature)
+        head = translate(policy.head_rows, policy.parameter_shapes, states, temperature, device=device)
         _erase_unused_inputs(head)
         widened: set[str] = set()
         plain: set[str] = set()
@@ -60,7 +65,10 @@ class PolicyGraphs:
     def bind(
         self, weights: EngineWeights, constants: Mapping[str, torch.Tensor]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Both graphs over the engine's parameters and constants: `hidden(tokens, positions)` and `head(hidden)`."""
+        """Both graphs over the engine's parameters and constants: `hidden(tokens, positions)` and `head(hidden)`.
+
+        A matmul reads a parameter's widened form where the engine holds one.
+        """
         bound = []
         for module in (self.hidden, self.head):
             tensors = {}
@@ -68,12 +76,21 @@ class PolicyGraphs:
                 if node.op == "placeholder":
                     name = node.meta["isojax_name"]
                     if name in self.widened | self.plain:
-                        wide = _is_only_weight(node)
+                        wide = name in weights.widened and _is_only_weight(node)
                         tensors[name] = weights.tensor(name, torch.float32 if wide else weights.dtype)
                     elif name in constants:
                         tensors[name] = constants[name]
             bound.append(bind_parameters(module, tensors))
         return bound[0], bound[1]
+
+
+def region_names(*graphs: fx.GraphModule) -> list[str]:
+    """The regions that the engine's graphs call, each once, in alphabetical order."""
+    cached = torch.ops.isojax.cached_attention.default
+    targets = {node.target for module in graphs for node in module.graph.nodes}
+    names = {name for name, region in REGIONS.items() if op_of(region) in targets}
+    # The engine's own op around the region of the same bits.
+    return sorted(names | ({"paged_attention"} if cached in targets else set()))
 
 
 def _cached(call: RegionCall) -> Replacement:

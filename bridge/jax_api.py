@@ -1,5 +1,6 @@
 """The parts of JAX without a public, fast form that the bridge needs, and that move between versions, in one place."""
 
+import multiprocessing
 from functools import cache
 
 import jax
@@ -16,6 +17,15 @@ def cpu_device() -> jax.Device:
 def backends_are_initialized() -> bool:
     """Whether JAX has started its clients, after which their settings are fixed."""
     return xla_bridge.backends_are_initialized()
+
+
+def keep_off_the_card() -> None:
+    """Keeps JAX on the CPU in an engine's own process, whose sealed kernels need no XLA client on the card.
+
+    In the trainer's process JAX owns the card already and is left alone.
+    """
+    if multiprocessing.parent_process() is not None and not backends_are_initialized():
+        jax.config.update("jax_platforms", "cpu")
 
 
 if jaxlib_extension_version >= 467:

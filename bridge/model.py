@@ -12,10 +12,10 @@ import jax
 import torch
 from torch import nn
 
-from bridge.arrays import dispatch_synchronously, shared_views, to_torch
+from bridge.arrays import dispatch_synchronously, dtype_name, shared_views, to_torch
 from bridge.attention_backend import CachedAttentionLayer, StepMetadata, step_metadata
 from bridge.buckets import bucket_of
-from bridge.graphs import PolicyGraphs
+from bridge.graphs import PolicyGraphs, region_names
 from bridge.non_finite import HEAD, Fault, bad_rows, first_bad_region
 from bridge.translate import merge_segments
 from bridge.weights import EngineWeights
@@ -128,14 +128,6 @@ class IsojaxPolicyForCausalLM(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """Plain facts for the engine's report: dtypes as they are in memory, regions of the graphs, calls served."""
-        regions = sorted(
-            {
-                name
-                for graph in (self._hidden_graph.graph, self._head_graph.graph)
-                for node in graph.nodes
-                if (name := _region_name(node.target)) is not None
-            }
-        )
         served: dict[str, list[str]] = {}
         for region, case in Counter(counters.snapshot().served) - self._served_before:
             if case is not None and case.startswith("engine_"):
@@ -143,16 +135,16 @@ class IsojaxPolicyForCausalLM(nn.Module):
         hidden_size = self.weights.config.hidden_size
         probe = self._head(torch.zeros(bucket_of(1), hidden_size, dtype=self.weights.dtype))
         return {
-            "regions": regions,
+            "regions": region_names(self._hidden_graph, self._head_graph),
             "served": {case: sorted(names) for case, names in served.items()},
             "device_kind": jax.local_devices(backend="cpu")[0].device_kind,
             "temperature": float_bits(self._temperature),
             "rope_table_digest": rope_table_digest(self._rope_table.numpy()),
-            "parameter_dtype": _name(self.weights.dtype),
-            "kv_cache_dtype": _name(cast("CachedAttentionLayer", self.layers[0]).kv_cache.dtype),
+            "parameter_dtype": dtype_name(self.weights.dtype),
+            "kv_cache_dtype": dtype_name(cast("CachedAttentionLayer", self.layers[0]).kv_cache.dtype),
             "head_rows": int(self.weights.head.shape[0]),
-            "head_operand_dtype": _name(self.weights.dtype),
-            "head_output_dtype": _name(probe.dtype),
+            "head_operand_dtype": dtype_name(self.weights.dtype),
+            "head_output_dtype": dtype_name(probe.dtype),
             "weight_digest": self.weights.digest,
         }
 
@@ -208,14 +200,3 @@ def _case_of(metadata: StepMetadata | None) -> AbstractContextManager[None]:
     if metadata is None:
         return nullcontext()
     return counters.case("engine_decode" if metadata.decode else "engine_prefill")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _region_name(target: object) -> str | None:
-    if target is torch.ops.isojax.cached_attention.default:
-        return "paged_attention"
-    name = getattr(target, "_qualname", "") or getattr(getattr(target, "_schema", None), "name", "")
-    return name.removeprefix("isojax::") if name.startswith("isojax::") else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,6 +44,18 @@ class Fault:
             allowed="finite values",
             reason="Every log-probability from here on would be NaN. The weights overflow, or hold NaN or infinity.",
         )
+
+
+def fault_of_values(request: str, record: int, position: int, values: Sequence[float]) -> Fault | None:
+    """The fault that a request's log-probabilities show by themselves: NaN or infinity, at the first of its rows.
+
+    position: of the token that the first value's row was computed from. The head spoils a whole row where one logit is
+    not finite, so any token's value tells; which region held the first one it does not.
+    """
+    for index, value in enumerate(values):
+        if not math.isfinite(value):
+            return Fault(request, position + index, HEAD, record)
+    return None
 
 
 def bad_rows(values: torch.Tensor) -> list[int]:

@@ -11,11 +11,13 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.platforms import current_platform
 
     from bridge.settings import ARCHITECTURE, EngineSettings
     from bridge.weight_sync import BACKEND
 
     if ARCHITECTURE not in MODELS_CONFIG_MAP:
-        ModelRegistry.register_model(ARCHITECTURE, f"bridge.model:{ARCHITECTURE}")
+        model = "bridge.gpu_model:GpuPolicyModel" if current_platform.is_cuda() else f"bridge.model:{ARCHITECTURE}"
+        ModelRegistry.register_model(ARCHITECTURE, model)
         MODELS_CONFIG_MAP[ARCHITECTURE] = EngineSettings
         WeightTransferEngineFactory.register_engine(BACKEND, "bridge.weight_sync", "StagedWeightTransfer")

@@ -52,5 +52,5 @@ class RowTap:
             "records": [record for record, _, _ in rows],
             "token_indices": [token_index for _, token_index, _ in rows],
             "width": int(rows[0][2].shape[0]) if rows else 0,
-            "rows": b"".join(row.numpy().tobytes() for _, _, row in rows),
+            "rows": b"".join(row.cpu().numpy().tobytes() for _, _, row in rows),
         }

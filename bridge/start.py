@@ -23,9 +23,14 @@ _LEAST = {
     "max_step_tokens": (1, "A step computes a token."),
     "max_sequences": (1, "A step serves a request."),
     "kv_cache_bytes": (1, "Keys and values need memory."),
-    "page_size": (1, "A page holds a token."),
+    "page_size": (0, "It is a number of tokens; 0 takes the platform's own."),
     "seed": (0, "vLLM's generators take no other."),
 }
+
+CPU_PAGE_SIZE = 32
+FREE_AT_START = 0.1
+"""Share of a card that must be free when vLLM starts. Its cache has a size of its own, kv_cache_bytes, so a trainer in
+the same process keeps the rest; vLLM's default share would be refused beside it."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,9 @@ class EngineOptions:
 
     separate_process: vLLM in processes of its own (spawned), else in this one. max_context: tokens of prompt and
     completion; 0 takes the policy's own limit. max_step_tokens: tokens of one step; longer prompts are prefilled in
-    chunks. max_sequences: requests run at once. kv_cache_bytes: memory for keys and values. page_size: tokens a page.
-    prefix_cache: reuse of cached prefixes. seed: of vLLM itself; requests without a seed draw fresh ones.
+    chunks. max_sequences: requests run at once. kv_cache_bytes: memory for keys and values. page_size: tokens a page; 0
+    takes 32 on a CPU and the sealed kernels' own on a card. prefix_cache: reuse of cached prefixes. cuda_graphs: on a
+    card, replay captured steps. seed: of vLLM itself; requests without a seed draw fresh ones.
     """
 
     separate_process: bool = False
@@ -43,8 +49,9 @@ class EngineOptions:
     max_step_tokens: int = 512
     max_sequences: int = 64
     kv_cache_bytes: int = 1 << 30
-    page_size: int = 32
+    page_size: int = 0
     prefix_cache: bool = True
+    cuda_graphs: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,9 +86,14 @@ class EngineOptions:
 def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions) -> LLM:
     """A running vLLM on the policy folder."""
     from bridge.arrays import dispatch_synchronously
+    from bridge.settings import is_for_cpu
 
     dispatch_synchronously()
+    on_card = not is_for_cpu(contract)
+    for_card: dict[str, Any] = {"gpu_memory_utilization": FREE_AT_START} if on_card else {}
     with _environment(
+        # FlashInfer's sampler is compiled at run time; ours draws instead.
+        VLLM_USE_FLASHINFER_SAMPLER="0",
         VLLM_ENABLE_V1_MULTIPROCESSING="1" if options.separate_process else "0",
         # Spawned, since a forked process inherits JAX's threads in a state that deadlocks.
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
@@ -100,10 +112,12 @@ def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions
             max_num_batched_tokens=options.max_step_tokens,
             max_num_seqs=options.max_sequences,
             kv_cache_memory_bytes=options.kv_cache_bytes,
-            block_size=options.page_size,
+            block_size=options.page_size or (None if on_card else CPU_PAGE_SIZE),
             enable_prefix_caching=options.prefix_cache,
             enable_chunked_prefill=True,
             seed=options.seed,
+            enforce_eager=not options.cuda_graphs,
+            **for_card,
         )
 
 

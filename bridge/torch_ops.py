@@ -11,6 +11,7 @@ import torch
 import pallas_kernels  # noqa: F401  (importing it declares the regions)
 from bridge.arrays import jax_dtype, shared_views, to_torch, torch_dtype
 from bridge.jax_api import cpu_device
+from bridge.kernel_launchers import LAUNCHERS
 from pallas_kernels import counters
 from pallas_kernels.region import REGIONS, Parameter, Region
 
@@ -57,6 +58,7 @@ def op_of(region: Region) -> Callable[..., Any]:
 def _register(region: Region) -> None:
     _library.define(schema_of(region))
     _library.impl(region.name, _cpu_implementation(region), "CPU")
+    _library.impl(region.name, _cuda_implementation(region), "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{region.name}", _fake_implementation(region), lib=_library)
 
 
@@ -113,6 +115,17 @@ def _cpu_implementation(region: Region) -> Callable[..., Any]:
         counters.record_served(region.name)
         results = compiled(region, tuple(parameters.items()))(*arguments)
         return to_torch(results[0]) if single else tuple([to_torch(result) for result in results])
+
+    return run
+
+
+def _cuda_implementation(region: Region) -> Callable[..., Any]:
+    single = len(region.results) == 1
+
+    def run(*operands: Any, **parameters: Parameter) -> Any:
+        tensors = [operand for operand in given_operands(region, operands) if not isinstance(operand, int)]
+        results = LAUNCHERS.launch(region.name, tensors, parameters)
+        return results[0] if single else results
 
     return run
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from contracts.errors import BadCheckpoint
+from contracts.errors import BadCheckpoint, UnsupportedModel
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -101,6 +101,16 @@ class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
     def shutdown(self) -> None:
         """Unmaps the file."""
         self._staged = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: Any) -> NoReturn:
+        """vLLM 0.26's way to send from a trainer, which cannot check a digest: refused, see `WeightSender`."""
+        raise UnsupportedModel(
+            field="trainer_send_weights",
+            found=BACKEND,
+            allowed="VllmEngine.sync",
+            reason="The trainer's end of this backend writes packed pieces into the staging file and compares digests.",
+        )
 
 
 # numpy has no bfloat16 of its own: both floats travel as integers of the same width.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +19,27 @@ if TYPE_CHECKING:
     from isojax.policy import Policy
 
 
+ROW_ALIGNMENT = 256
+"""Bytes: what sealed kernels ask of an operand's address."""
+
+
 class EngineWeights(nn.Module):
     """Every packed parameter of a policy.
 
     XLA:CPU multiplies in fp32, so a bf16 matrix would be widened at every step. It is kept widened instead, which is
     exact: bf16 is fp32 with 16 zero bits. A parameter that is read in both ways (a tied head) is kept twice, and both
-    are written by the same call, so that neither can go stale.
+    are written by the same call, so that neither can go stale. On a card nothing is widened, and every layer's slice of
+    a stacked parameter starts at a multiple of 256 bytes, as sealed kernels need it.
     """
 
-    def __init__(self, policy: Policy, *, widened: Set[str], plain: Set[str]) -> None:
-        """Allocates zeros. widened: parameters that matmuls read; plain: parameters that something else reads."""
+    def __init__(
+        self, policy: Policy, *, widened: Set[str], plain: Set[str], device: str | torch.device = "cpu"
+    ) -> None:
+        """Allocates zeros. widened: parameters to hold as fp32; plain: those to hold in the policy's dtype."""
         super().__init__()
         self.config = policy.config
         self.dtype = torch_dtype(policy.parameter_shapes["embed"].dtype)
+        self.widened = frozenset(widened)
         self.digest: str | None = None
         """Of the weights held, None before the first load and while an update is under way."""
         self._missing: dict[str, int] = {}
@@ -39,7 +48,8 @@ class EngineWeights(nn.Module):
             dtypes = [self.dtype] if name in plain or self.dtype == torch.float32 or name not in widened else []
             if name in widened and self.dtype != torch.float32:
                 dtypes.append(torch.float32)
-            tensors = [torch.zeros(shape.shape, dtype=dtype, device="cpu") for dtype in dtypes]
+            aligned = torch.device(device).type != "cpu" and _is_stacked(name)
+            tensors = [_zeros(shape.shape, dtype, torch.device(device), aligned) for dtype in dtypes]
             parameter = nn.Parameter(tensors[0], requires_grad=False)
             parameter.weight_loader = self._loader(name)  # type: ignore[attr-defined]  # vLLM's convention
             self.register_parameter(name.replace(".", "_"), parameter)
@@ -103,7 +113,7 @@ class EngineWeights(nn.Module):
                 reason="The engine copies weights and never converts them.",
             )
         for tensor in held:
-            tensor.view(-1)[start : start + values.numel()].copy_(values)
+            _write(tensor, start, values)
         self._missing[name] -= values.numel()
 
     def begin_update(self) -> None:
@@ -148,6 +158,35 @@ class EngineWeights(nn.Module):
             self._missing[name] -= loaded.numel()
 
         return load
+
+
+def _is_stacked(name: str) -> bool:
+    """Whether the graphs read a parameter one row of its first axis at a time: a row a layer."""
+    return name.startswith("layers.") or name == "norms"
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, aligned: bool) -> torch.Tensor:
+    """Zeros; where aligned, with the first axis padded so that each of its rows starts at an aligned address."""
+    if not aligned:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    unit = ROW_ALIGNMENT // dtype.itemsize
+    row = math.prod(shape[1:])
+    padded = torch.zeros(shape[0], -(-row // unit) * unit, dtype=dtype, device=device)
+    return padded[:, :row].unflatten(1, shape[1:])
+
+
+def _write(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Overwrites elements from flat index `start` on, row by row where rows are padded."""
+    if tensor.is_contiguous():
+        tensor.view(-1)[start : start + values.numel()].copy_(values)
+        return
+    rows = tensor.flatten(1)
+    done = 0
+    while done < values.numel():
+        row, column = divmod(start + done, rows.shape[1])
+        count = min(rows.shape[1] - column, values.numel() - done)
+        rows[row, column : column + count].copy_(values[done : done + count])
+        done += count
 
 
 def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,7 +12,10 @@ from jax.sharding import use_abstract_mesh
 
 import pallas_kernels
 
-__all__ = ["Jaxpr", "JaxprEqn", "closed_jaxprs", "context_of", "forward_rule", "jvp_rule", "manual_axes", "user_line"]
+__all__ = [
+    *("Jaxpr", "JaxprEqn", "closed_jaxprs", "context_of", "forward_rule"),
+    *("jvp_rule", "manual_axes", "scan_parts", "user_line"),
+]
 
 _LIBRARIES = tuple(str(Path(str(library.__file__)).parent) for library in (flax, pallas_kernels))
 
@@ -67,3 +70,13 @@ def user_line(equation: JaxprEqn) -> str | None:
         if not frame.file_name.startswith(_LIBRARIES):
             return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
     return None
+
+
+def scan_parts(equation: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are the same in every trip, and how many are carried; the rest are stacked."""
+    parameters = equation.params
+    if "num_carry" in parameters:
+        return parameters["num_consts"], parameters["num_carry"]
+    # Since jax 0.11 the three groups are a tree over the operands.
+    fixed, carried, _ = parameters["ft_in"].update(list(equation.invars)).unpack()
+    return len(list(fixed)), len(list(carried))

@@ -1,5 +1,6 @@
 """Graph to graph: put an engine's own op in a region's place, and fix the parameters."""
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,6 +95,36 @@ def bind_parameters(module: fx.GraphModule, tensors: Mapping[str, torch.Tensor])
             values[node] = graph.node_copy(node, read)
     shared_views.add(attributes.values())
     return _module(module, graph, attributes)
+
+
+def dense_operands(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a bound graph in which every region is given dense operands, as sealed kernels take them.
+
+    What a region returned is dense, and so is a parameter or an input. A slice of a result is not: it is copied here,
+    by a node that shows, and that copies nothing where the slice happens to be dense.
+    """
+    regions = {op_of(region) for region in REGIONS.values()}
+    graph = _copy(module.graph)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target not in regions:
+            continue
+        for source in node.all_input_nodes:
+            if source.op.startswith("call_") and not _is_result(source):
+                if source not in copies:
+                    with graph.inserting_after(source):
+                        copies[source] = graph.call_method("contiguous", (source,))
+                node.replace_input_with(source, copies[source])
+    wanted = {node.target for node in graph.nodes if node.op == "get_attr"}
+    # Parameters stay plain attributes, as `bind_parameters` left them.
+    return _module(module, graph, {name: getattr(module, name) for name in wanted if name not in module._buffers})
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is the result of a computation and no view of one."""
+    if node.target is operator.getitem:
+        return _is_result(node.args[0])  # type: ignore[arg-type]
+    return node.target not in VIEWS
 
 
 def _check_shape(name: str, found: tuple[int, ...], traced: tuple[Any, ...]) -> None:

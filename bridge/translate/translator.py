@@ -14,7 +14,7 @@ from bridge.torch_ops import STATIC_OPERANDS, op_of, operand_name
 from bridge.translate.emit import Emitter, Value
 from bridge.translate.primitives import HANDLERS
 from contracts.errors import UncoveredArithmetic
-from isojax.jaxprs import user_line
+from isojax.jaxprs import scan_parts, user_line
 from pallas_kernels.region import is_region, region_of
 
 # Primitives that hold a function to be inlined -> the parameter that holds it.
@@ -142,8 +142,8 @@ class _Translation:
         """Every trip of a scan after the other, its stacked operands sliced."""
         parameters = equation.params
         body, length = parameters["jaxpr"], parameters["length"]
-        fixed = operands[: parameters["num_consts"]]
-        carried = operands[len(fixed) : len(fixed) + parameters["num_carry"]]
+        constants, carries = scan_parts(equation)
+        fixed, carried = operands[:constants], operands[constants : constants + carries]
         stacked = operands[len(fixed) + len(carried) :]
         if not isinstance(length, int) or not length:
             raise self.uncovered(equation)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from isojax.jaxprs import Jaxpr, JaxprEqn
+from isojax.jaxprs import Jaxpr, JaxprEqn, scan_parts
 from isojax.policy.batch import PackedBatch
 from isojax.policy.policy import Policy
 from pallas_kernels.region import is_region, region_of
@@ -159,7 +159,7 @@ def _evaluate_equation(
         results = primitive.bind(*operands, **parameters)
         return results, [(_Site(region_of(primitive).name), results)]
     if primitive.name == "scan":
-        return _evaluate_scan(parameters, operands, scan)
+        return _evaluate_scan(equation, operands, scan)
     if primitive.name in _BODIES:
         body = parameters[_BODIES[primitive.name]]
         # remat holds an open jaxpr, the others closed ones.
@@ -171,10 +171,9 @@ def _evaluate_equation(
     return results if primitive.multiple_results else [results], []
 
 
-def _evaluate_scan(
-    parameters: Mapping[str, Any], operands: list[Any], scan: Callable[..., Any]
-) -> tuple[Sequence[Any], _Calls]:
-    body, constants, carried = parameters["jaxpr"], parameters["num_consts"], parameters["num_carry"]
+def _evaluate_scan(equation: JaxprEqn, operands: list[Any], scan: Callable[..., Any]) -> tuple[Sequence[Any], _Calls]:
+    parameters = equation.params
+    body, (constants, carried) = parameters["jaxpr"], scan_parts(equation)
     sites: list[_Site] = []
 
     def step(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:

@@ -36,6 +36,8 @@ def pack(
     prompt_lengths: Sequence[int] | None = None,
     *,
     length_multiple: int = 64,
+    start_multiple: int = 1,
+    sealed_lengths: Sequence[int] = (),
     shards: int = 1,
     max_position: int | None = None,
     vocab_size: int | None = None,
@@ -43,12 +45,16 @@ def pack(
     """Pack sequences (prompt and completion together) into one batch of T tokens, a multiple of `length_multiple`.
 
     prompt_lengths: tokens of each sequence that belong to its prompt; its other tokens are the targets that `mask`
-    selects (None: every token but the first is one). shards: number of equal pieces of the token axis; no sequence
-    straddles two of them, so a batch can be split over data-parallel devices; the longest sequences are placed first,
-    each on the emptiest shard. max_position and vocab_size: the policy's limits, checked where given.
+    selects (None: every token but the first is one). start_multiple: rows at which a sequence may start are multiples
+    of it; padding fills the gaps. sealed_lengths: ascending; where given, a shard has the first of these lengths that
+    holds it, whatever length_multiple says (both as `isojax.kernels.packing_of` has them for sealed kernels). shards:
+    number of equal pieces of the token axis; no sequence straddles two of them, so a batch can be split over
+    data-parallel devices; the longest sequences are placed first, each on the emptiest shard. max_position and
+    vocab_size: the policy's limits, checked where given.
 
     Raises `EmptyBatch` for no sequences or a sequence without tokens, `PromptTooLong` beyond max_position, `BadConfig`
-    for what is no token id, one outside of the vocabulary, or a prompt length that does not fit its sequence.
+    for what is no token id, one outside of the vocabulary, a prompt length that does not fit its sequence, or more rows
+    than the largest sealed length.
     """
     lengths = [len(sequence) for sequence in sequences]
     if not lengths or min(lengths) == 0:
@@ -85,8 +91,9 @@ def pack(
             reason="T is a multiple of it.",
         )
     placed = _place(lengths, shards)
-    used = max(sum(lengths[index] for index in shard) for shard in placed)
-    shard_length = -(-used // length_multiple) * length_multiple
+    taken = [_round_up(length, start_multiple) for length in lengths]
+    used = max(sum(taken[index] for index in shard) for shard in placed)
+    shard_length = _sealed_length(used, sealed_lengths) if sealed_lengths else _round_up(used, length_multiple)
     total = shard_length * shards
     tokens, positions, targets = (np.zeros(total, np.int32) for _ in range(3))
     segment_ids = np.full(total, -1, np.int32)
@@ -101,13 +108,29 @@ def pack(
             segment_ids[rows] = index
             targets[rows.start : rows.stop - 1] = sequence[1:]
             mask[rows.start + prompts[index] - 1 : rows.stop - 1] = True
-            start = rows.stop
+            start += taken[index]
     return PackedBatch(tokens, positions, segment_ids, targets, mask)
 
 
 def completion_rows(batch: PackedBatch, index: int) -> np.ndarray:
     """Rows of the token axis whose targets are the completion tokens of sequence `index`, in order; int64."""
     return np.flatnonzero((np.asarray(batch.segment_ids) == index) & np.asarray(batch.mask))
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _sealed_length(used: int, lengths: Sequence[int]) -> int:
+    for length in lengths:
+        if length >= used:
+            return length
+    raise BadConfig(
+        field="sequences",
+        found=f"{used} rows",
+        allowed=f"at most {lengths[-1]}",
+        reason="The policy's trainer kernels are sealed for no longer batch; pack fewer sequences at once.",
+    )
 
 
 def _place(lengths: Sequence[int], shards: int) -> list[list[int]]:

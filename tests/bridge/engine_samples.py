@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,11 @@ class Running:
     params: dict[str, jax.Array]
     folder: Path
     temperature: float = 1.0
-    cached_tokens: list[int] = field(default_factory=list)
-    """Prompt tokens that the last call found in the prefix cache, one count a request."""
+
+    @property
+    def cached_tokens(self) -> list[int]:
+        """Prompt tokens that the last call found in the prefix cache, one count a request."""
+        return self.engine.cached_tokens
 
     def prompts(self, lengths: Sequence[int], seed: int) -> list[list[int]]:
         """Random prompts of these lengths."""
@@ -148,21 +151,9 @@ def running_engine(
         running = Running(engine, policy, params, folder, temperature)
         engine.report()
         engine.sync(params)
-        _record_cached_tokens(running)
         yield running
     finally:
         engine.close()
-
-
-def _record_cached_tokens(running: Running) -> None:
-    run = running.engine._run
-
-    def recorded(*arguments: Any) -> Any:
-        outputs = run(*arguments)
-        running.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
-        return outputs
-
-    running.engine._run = recorded  # type: ignore[method-assign]
 
 
 def _packed(completions: Sequence[Completion]) -> Any:

@@ -1,0 +1,97 @@
+"""Draws a step's tokens on the device by (seed, token index) alone: `bridge.sampling`'s rule for a whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge.batch_view import RECORD, RowOwner
+
+# N: rows of a step, one a request; V: vocabulary; S: vLLM's slots for requests.
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+
+
+def uniforms(seeds_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
+    """`bridge.sampling.uniform` of many rows: float64 in [0, 1) from uint64 seeds and token indices (SplitMix64)."""
+    with np.errstate(over="ignore"):
+        word = seeds_N + _GOLDEN * (indices_N.astype(np.uint64) + np.uint64(1))
+        for shift, factor in _MIXERS:
+            word = (word ^ (word >> shift)) * factor
+        word = word ^ (word >> np.uint64(31))
+    return (word >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_rows(log_probs_NV: torch.Tensor, u_N: torch.Tensor, greedy_N: torch.Tensor) -> torch.Tensor:
+    """The token of each row, int64 [N]: its argmax where greedy, else the one that `u` in [0, 1) selects.
+
+    Inverse transform sampling over cumulative probabilities in float64. A row that holds NaN gives some token of the
+    vocabulary; its log-probability is NaN, by which the caller knows it.
+    """
+    cumulative_NV = log_probs_NV.exp().to(torch.float64).cumsum(1)
+    # Scaled by the row's own sum, which is 1 up to rounding, so that u close to 1 never falls off the end.
+    wanted_N1 = cumulative_NV[:, -1:] * u_N[:, None]
+    drawn_N = torch.searchsorted(cumulative_NV, wanted_N1, right=True)[:, 0]
+    tokens_N = torch.where(greedy_N, log_probs_NV.argmax(1), drawn_N)
+    return tokens_N.clamp_(max=log_probs_NV.shape[1] - 1)
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Who the rows of a step belong to, all known on the host: one row a request, in the batch's order."""
+
+    owners: list[RowOwner]
+    seeds_N: np.ndarray
+    greedy_N: np.ndarray
+
+    @property
+    def uniforms_N(self) -> np.ndarray:
+        """The number that each row's token is drawn with, float64 [N]."""
+        return uniforms(self.seeds_N, np.array([max(owner.token_index, 0) for owner in self.owners]))
+
+
+class RequestSlots:
+    """What a draw needs of each running request, by vLLM's slot: seed, greedy or not, and the engine's own number."""
+
+    def __init__(self, slots: int, seed: int) -> None:
+        """slots: requests that run at once. seed: of the stream from which requests without a seed get theirs."""
+        self._seeds_S = np.zeros(slots, np.uint64)
+        self._greedy_S = np.zeros(slots, np.bool_)
+        self._records: list[int | None] = [None] * slots
+        self._stream = np.random.default_rng(seed)
+
+    def add(self, slot: int, params: Any) -> None:
+        """A request with these vLLM sampling parameters takes a slot; once more after it was preempted."""
+        seed = int(self._stream.integers(1 << 62)) if params.seed is None else params.seed
+        self._seeds_S[slot] = seed & ((1 << 64) - 1)
+        self._greedy_S[slot] = params.temperature == 0.0
+        self._records[slot] = (params.extra_args or {}).get(RECORD)
+
+    def rows(self, batch: Any, prompt_lengths_S: np.ndarray) -> StepRows:
+        """The rows of vLLM's `InputBatch`. prompt_lengths: int [S], in tokens."""
+        slots_N = batch.idx_mapping_np
+        # Of the last token of each request in this step; the row predicts the one after it.
+        ends_N = batch.num_computed_tokens_np + batch.num_scheduled_tokens
+        owners = [
+            RowOwner(
+                request=request,
+                position=int(end) - 1,
+                token_index=int(end - prompt_lengths_S[slot]),
+                # A chunk that ends before the request's last known token: vLLM throws the drawn one away.
+                sampled=bool(end >= known),
+                record=self._records[slot],
+            )
+            for request, slot, end, known in zip(batch.req_ids, slots_N, ends_N, batch.prefill_len_np, strict=True)
+        ]
+        return StepRows(owners, self._seeds_S[slots_N], self._greedy_S[slots_N])
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on the device, copied without waiting for it."""
+    tensor = torch.from_numpy(values)
+    # From pageable memory the copy would wait for the stream.
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,28 @@
+"""vLLM's CUDA worker with what isojax adds: requests checked after the warm-up, weights unknown after a deep sleep."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from bridge.policy_worker import PolicyWorker
+
+
+class IsojaxGpuWorker(PolicyWorker, Worker):
+    """Runs GpuPolicyModel under vLLM's V2 model runner."""
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up and graph captures; from then on every request and every step counts."""
+        result = super().compile_or_warm_up_model()
+        cast("Any", self.model_runner).model_state.serving = True
+        return result
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the cache and, by level, moves (1) or drops (2) the weights. Addresses stay, so captured graphs do too.
+
+        Dropped weights come back as arbitrary bytes: the engine then holds none until the next sync.
+        """
+        if level > 1:
+            self.policy.weights.begin_update()
+        super().sleep(level)

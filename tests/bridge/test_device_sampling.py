@@ -1,0 +1,101 @@
+"""Draws of a whole batch on the device: the same rule as a row alone, and who owns which row."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from bridge.batch_view import RECORD
+from bridge.device_sampling import RequestSlots, draw_rows, uniforms
+from bridge.sampling import draw, uniform
+
+
+def test_uniforms_are_those_of_single_draws():
+    seeds = [0, 1, 12345, (1 << 62) + 7, (1 << 64) - 1]
+    indices = [0, 1, 5, 1000, 70000]
+    found = uniforms(np.array(seeds, np.uint64), np.array(indices))
+    assert found.tolist() == [uniform(seed, index) for seed, index in zip(seeds, indices, strict=True)]
+
+
+def test_draws_are_those_of_single_rows_and_greedy_rows_take_the_largest():
+    log_probs = torch.log_softmax(torch.randn(64, 500, generator=torch.Generator().manual_seed(0)) * 3, 1)
+    u = torch.linspace(0, 1 - 2.0**-53, 64, dtype=torch.float64)
+    greedy = torch.arange(64) % 4 == 0
+    found = draw_rows(log_probs, u, greedy)
+    expected = [
+        int(row.argmax()) if is_greedy else draw(row.numpy(), float(number))
+        for row, number, is_greedy in zip(log_probs, u, greedy, strict=True)
+    ]
+    assert found.tolist() == expected
+    assert len(set(found.tolist())) > 20
+
+
+def test_a_row_of_nan_gives_a_token_of_the_vocabulary():
+    log_probs = torch.full((2, 50), float("nan"))
+    found = draw_rows(log_probs, torch.tensor([0.3, 0.9], dtype=torch.float64), torch.tensor([True, False]))
+    assert bool(((found >= 0) & (found < 50)).all())
+
+
+def _params(seed, temperature=1.0, record=None):
+    return SimpleNamespace(seed=seed, temperature=temperature, extra_args=None if record is None else {RECORD: record})
+
+
+def test_rows_know_their_request_their_place_and_their_seed():
+    slots = RequestSlots(4, seed=0)
+    slots.add(2, _params(11, record=5))
+    slots.add(0, _params(12, temperature=0.0))
+    prompts = np.array([6, 0, 3, 0], np.int32)
+    batch = SimpleNamespace(
+        req_ids=["decoding", "prefilling"],
+        idx_mapping_np=np.array([2, 0], np.int32),
+        num_computed_tokens_np=np.array([4, 0], np.int32),
+        num_scheduled_tokens=np.array([1, 5], np.int32),
+        prefill_len_np=np.array([3, 6], np.int32),
+    )
+    rows = slots.rows(batch, prompts)
+    decoding, prefilling = rows.owners
+    assert (decoding.request, decoding.position, decoding.token_index, decoding.record) == ("decoding", 4, 2, 5)
+    assert decoding.sampled
+    assert (prefilling.position, prefilling.token_index, prefilling.record) == (4, -1, None)
+    assert not prefilling.sampled
+    assert rows.greedy_N.tolist() == [False, True]
+    assert rows.uniforms_N[0] == uniform(11, 2)
+
+
+def test_a_preempted_request_draws_the_same_token_again():
+    prompts = np.array([3, 3], np.int32)
+    slots = RequestSlots(2, seed=0)
+    slots.add(0, _params(11))
+    before = SimpleNamespace(
+        req_ids=["a"],
+        idx_mapping_np=np.array([0]),
+        num_computed_tokens_np=np.array([4]),
+        num_scheduled_tokens=np.array([1]),
+        prefill_len_np=np.array([3]),
+    )
+    # Resumed in another slot: prompt and tokens so far are prefilled at once.
+    slots.add(1, _params(11))
+    after = SimpleNamespace(
+        req_ids=["a"],
+        idx_mapping_np=np.array([1]),
+        num_computed_tokens_np=np.array([0]),
+        num_scheduled_tokens=np.array([5]),
+        prefill_len_np=np.array([5]),
+    )
+    first, again = slots.rows(before, prompts), slots.rows(after, prompts)
+    assert first.owners == again.owners
+    assert first.uniforms_N.tolist() == again.uniforms_N.tolist()
+
+
+def test_requests_without_a_seed_get_different_ones():
+    slots = RequestSlots(8, seed=3)
+    for slot in range(8):
+        slots.add(slot, _params(None))
+    batch = SimpleNamespace(
+        req_ids=[str(slot) for slot in range(8)],
+        idx_mapping_np=np.arange(8),
+        num_computed_tokens_np=np.zeros(8, np.int32),
+        num_scheduled_tokens=np.ones(8, np.int32),
+        prefill_len_np=np.ones(8, np.int32),
+    )
+    assert len(set(slots.rows(batch, np.ones(8, np.int32)).uniforms_N.tolist())) == 8

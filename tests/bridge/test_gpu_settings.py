@@ -1,0 +1,84 @@
+"""On a card vLLM must fit the sealed sizes: left open it is set, chosen otherwise it is refused by name."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import CompilationMode, CUDAGraphMode
+
+from bridge.gpu_settings import set_for_kernels
+from bridge.ptxas import parse_version
+from contracts.errors import ToolchainMismatch, UnsupportedModel
+from pallas_kernels.kernel_shapes import KernelShapes
+
+SHAPES = KernelShapes(token_buckets=(8, 64, 512, 1024), page_size=16, max_requests=64, max_context=2048)
+
+
+def _config(**changes):
+    parts = {
+        "cache_config": {"block_size": 16, "user_specified_block_size": False, "kv_cache_dtype_skip_layers": []},
+        "scheduler_config": {"max_num_seqs": 64, "max_num_batched_tokens": 512},
+        "model_config": {"max_model_len": 2048, "enforce_eager": False},
+        "compilation_config": {
+            "mode": None,
+            "cudagraph_mode": None,
+            "cudagraph_capture_sizes": None,
+            "max_cudagraph_capture_size": None,
+        },
+        "kernel_config": {"enable_flashinfer_autotune": None},
+    }
+    for name, value in changes.items():
+        part = next(fields for fields in parts.values() if name in fields)
+        part[name] = value
+    return SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
+
+
+def test_settings_left_open_are_set():
+    config = _config(block_size=32)
+    set_for_kernels(config, SHAPES)
+    compilation = config.compilation_config
+    assert compilation.mode == CompilationMode.NONE
+    assert compilation.cudagraph_mode == CUDAGraphMode.FULL
+    assert compilation.cudagraph_capture_sizes == [8, 64, 512]
+    assert compilation.max_cudagraph_capture_size == 512
+    assert config.cache_config.block_size == 16
+    assert config.cache_config.user_specified_block_size
+    assert config.kernel_config.enable_flashinfer_autotune is False
+
+
+@pytest.mark.parametrize("changes", [{"enforce_eager": True}, {"cudagraph_mode": CUDAGraphMode.NONE}])
+def test_graphs_can_be_left_out(changes):
+    config = _config(**changes)
+    set_for_kernels(config, SHAPES)
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert config.compilation_config.mode == CompilationMode.NONE
+
+
+def test_steps_between_two_buckets_have_graphs_up_to_the_lower_one():
+    config = _config(max_num_batched_tokens=600)
+    set_for_kernels(config, SHAPES)
+    assert config.compilation_config.cudagraph_capture_sizes == [8, 64, 512]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"block_size": 32, "user_specified_block_size": True}, "block_size: found 32; allowed: 16"),
+        ({"max_num_seqs": 65}, "max_num_seqs: found 65; allowed: at most 64"),
+        ({"max_model_len": 4096}, "max_model_len: found 4096; allowed: at most 2048"),
+        ({"max_num_batched_tokens": 2048}, "max_num_batched_tokens: found 2048; allowed: at most 1024"),
+        ({"cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE}, "cudagraph_mode: found FULL_AND_PIECEWISE"),
+        ({"cudagraph_capture_sizes": [8, 24]}, r"cudagraph_capture_sizes: found \[24\]"),
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_beyond_the_sealed_sizes_are_refused_by_name(changes, named):
+    with pytest.raises(UnsupportedModel, match=named):
+        set_for_kernels(_config(**changes), SHAPES)
+
+
+def test_the_version_of_ptxas_is_read_from_what_it_prints():
+    printed = "ptxas: NVIDIA (R) Ptx optimizing assembler\nCuda compilation tools, release 13.0, V13.0.88\nBuild x\n"
+    assert parse_version(printed) == "13.0.88"
+    with pytest.raises(ToolchainMismatch, match="ptxas"):
+        parse_version("no such thing")

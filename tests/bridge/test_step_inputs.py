@@ -1,0 +1,122 @@
+"""A step's operands from vLLM's device tensors: padding is inert, and attention over them is the CPU engine's own."""
+
+import pytest
+import torch
+
+from bridge.attention_backend import CachedAttention, StepMetadata
+from bridge.gpu_attention import GpuCachedAttention, GpuStepMetadata
+from bridge.step_inputs import BatchTensors, StepInputs, StepOperands, smallest_bucket
+from contracts.errors import LaunchRefused
+
+PAGE = 4
+BUCKETS = (8, 16)
+REQUESTS, REQUEST_PAGES = 4, 3
+
+
+def _inputs() -> StepInputs:
+    return StepInputs(BUCKETS, REQUESTS, REQUEST_PAGES, PAGE, torch.device("cpu"))
+
+
+class Step:
+    """Requests with (tokens before, new tokens), as vLLM lays them out, padded to `tokens` and to `requests`."""
+
+    def __init__(self, spans: list[tuple[int, int]], tokens: int | None = None, requests: int | None = None) -> None:
+        self.spans = spans
+        real = sum(new for _, new in spans)
+        tokens, requests = tokens or real, requests or len(spans)
+        starts = torch.tensor([0, *(new for _, new in spans)]).cumsum(0)
+        ends = torch.full((requests - len(spans),), real)
+        self.table = torch.zeros(requests, 8, dtype=torch.int32)
+        # What a graph's padding rows hold is left over from an earlier step.
+        self.ids = torch.full((tokens,), 77, dtype=torch.int32)
+        self.positions = torch.full((tokens,), 9, dtype=torch.int64)
+        slots = torch.full((tokens,), -1, dtype=torch.int64)
+        self.owner = torch.full((tokens,), -1, dtype=torch.int32)
+        at, block = 0, 1
+        for number, (before, new) in enumerate(spans):
+            needed = -(-(before + new) // PAGE)
+            self.table[number, :needed] = torch.arange(block, block + needed)
+            block += needed
+            for position in range(before, before + new):
+                self.ids[at], self.positions[at], self.owner[at] = 30 + at, position, number
+                slots[at] = int(self.table[number, position // PAGE]) * PAGE + position % PAGE
+                at += 1
+        self.blocks, self.real = block, real
+        self.batch = BatchTensors(torch.cat([starts, ends]).to(torch.int32), slots, self.table)
+
+
+def _prepare(inputs: StepInputs, step: Step) -> StepOperands:
+    return inputs.prepare(step.ids, step.positions, step.batch)
+
+
+@pytest.mark.parametrize(
+    ("step", "bucket"),
+    [
+        (Step([(0, 5), (7, 1), (2, 3)]), 16),
+        (Step([(3, 1), (7, 1)], tokens=8, requests=4), 8),
+        (Step([(0, 8)]), 8),
+        (Step([(5, 2)], tokens=16, requests=4), 16),
+    ],
+)
+def test_padding_is_inert_and_real_tokens_keep_their_places(step, bucket):
+    inputs = _inputs()
+    # A longer step before, whose rows must not show.
+    _prepare(inputs, Step([(0, 9), (1, 7)]))
+    operands = _prepare(inputs, step)
+    real = step.real
+    assert operands.tokens_T.shape == (bucket,)
+    assert operands.tokens_T.tolist() == step.ids[:real].tolist() + [0] * (bucket - real)
+    assert operands.positions_T.tolist() == step.positions[:real].tolist() + [0] * (bucket - real)
+    assert operands.request_of_token_T.tolist() == step.owner[:real].tolist() + [-1] * (bucket - real)
+    for tensor in (operands.tokens_T, operands.positions_T, operands.request_of_token_T, operands.page_table_RP):
+        assert tensor.dtype == torch.int32
+    # Keys of slot s of block b lie in page 2 b of the cache; padding writes into vLLM's null block.
+    slots = step.batch.slot_mapping
+    expected = torch.where(slots < 0, 0, slots // PAGE * 2 * PAGE + slots % PAGE)
+    assert torch.equal(operands.slots_N, expected)
+    assert torch.equal(operands.page_table_RP[: len(step.table)], 2 * step.table[:, :REQUEST_PAGES])
+
+
+def test_the_same_memory_serves_every_step_of_a_bucket():
+    inputs = _inputs()
+    first, second = (_prepare(inputs, step) for step in (Step([(0, 3)]), Step([(2, 5), (0, 1)])))
+    for name in ("tokens_T", "positions_T", "request_of_token_T", "page_table_RP"):
+        assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr()
+
+
+def test_a_step_beyond_the_largest_bucket_is_refused_by_name():
+    assert smallest_bucket(BUCKETS, 9, "tokens of a step") == 16
+    with pytest.raises(LaunchRefused, match="tokens of a step: found 17; allowed: at most 16"):
+        _inputs().bucket_of(17)
+
+
+def test_attention_over_the_device_tensors_is_that_of_the_cpu_engine():
+    H, K, D = 4, 2, 8
+    step = Step([(0, 3), (6, 2)], tokens=8, requests=3)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    query, key, value = normal(8, H, D), normal(8, K, D), normal(8, K, D)
+    # As in a card's graph, keys and values are slices of the projection.
+    value = torch.cat([value, value], 1)[:, :K]
+    cache = normal(2 * step.blocks, PAGE, K, D)
+    inputs = _inputs()
+    operands = _prepare(inputs, step)
+    on_card, on_cpu = GpuCachedAttention(D**-0.5, 512), CachedAttention(D**-0.5, 512)
+    caches = cache.clone(), cache.clone()
+    for attention, pages in zip((on_card, on_cpu), caches, strict=True):
+        attention.bind(pages)
+    call = {"positions": operands.positions_T}
+    given = GpuStepMetadata(step.batch, decode=False, operands=operands)
+    found = on_card.forward(None, query, key, value, cache, given, **call)
+    slots = operands.slots_N[: step.real]
+    reference = StepMetadata(step.real, slots, operands.page_table_RP, operands.request_of_token_T, False)
+    expected = on_cpu.forward(None, query, key.contiguous(), value.contiguous(), cache, reference, **call)
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert bool(found[: step.real].float().abs().sum(2).all())
+    assert bool((found[step.real :] == 0).all())
+    # Beside the null block both wrote the same cache.
+    assert torch.equal(caches[0][2:].view(torch.int16), caches[1][2:].view(torch.int16))
+    assert not torch.equal(caches[0][2:].view(torch.int16), cache[2:].view(torch.int16))
