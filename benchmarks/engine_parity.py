@@ -57,7 +57,7 @@ def main() -> int:
         "policies": {},
     }
     exact = True
-    modes = {"on": (True,), "off": (False,), "both": (True, False)}[arguments.graphs]
+    modes = {"on": (True,), "off": (False,), "both": (False, True)}[arguments.graphs]
     for folder in arguments.folders:
         for graphs in modes:
             settings = {

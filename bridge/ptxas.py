@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,12 +15,24 @@ def ptxas_version() -> str:
     """Version of the ptxas that JAX's compiler runs, for example 13.0.88. Raises ToolchainMismatch without one."""
     from jax._src import lib
 
-    program = Path(lib.cuda_path or "/usr/local/cuda") / "bin" / "ptxas"
+    program = next((path for path in _places(str(lib.cuda_path)) if path.is_file()), Path("ptxas"))
     try:
         text = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise _unknown(f"{program}: {error}") from error
     return parse_version(text)
+
+
+def _places(cuda_path: str) -> list[Path]:
+    """Where one may be: the CUDA folder that JAX found, NVIDIA's wheels, the system's CUDA, the path."""
+    wheels = [Path(place) for place in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", ())]
+    folders = [
+        Path(cuda_path),
+        *(found for wheel in wheels for found in sorted(wheel.glob("cu*"))),
+        Path("/usr/local/cuda"),
+    ]
+    on_path = [Path(found)] if (found := shutil.which("ptxas")) else []
+    return [*(folder / "bin" / "ptxas" for folder in folders), *on_path]
 
 
 def parse_version(text: str) -> str:
