@@ -83,10 +83,9 @@ def cases_agree_gate() -> str:
 def attention_bindings_gate() -> str:
     """Paged attention gives packed attention's bits, for histories around every block and page boundary."""
     lengths = (1, 15, 16, 17, 127, 128, 129, 600)
-    for dtype in ("bfloat16", "float32"):
-        for page in (16, 128):
-            _check_paged(lengths, page, dtype)
-    return f"histories of {', '.join(map(str, lengths))} tokens, pages of 16 and 128, both dtypes"
+    for page, dtype in ((16, "bfloat16"), (128, "bfloat16"), (128, "float32")):
+        _check_paged(lengths, page, dtype)
+    return f"histories of {', '.join(map(str, lengths))} tokens, pages of 16 and 128 in bfloat16, 128 in float32"
 
 
 def column_shards_gate() -> str:

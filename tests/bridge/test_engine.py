@@ -124,7 +124,7 @@ def test_one_decode_alone_and_beside_a_longer_prefill(running):
     assert same_bits([beside.log_probs, neighbour.log_probs], running.trainer_score([beside, neighbour]))
 
 
-@pytest.mark.parametrize("rows", [7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65])
+@pytest.mark.parametrize("rows", [7, 8, 9, 31, 32, 33, 63, 64, 65])
 def test_bucket_edges_with_dead_rows(running, rows):
     """Cases 4 and 5: one row less than a bucket (so one dead row), a full bucket, one more; for decode and prefill."""
     completions = running.engine.generate(running.prompts([4] * rows, seed=rows), Sampling(max_tokens=2, seed=6))

@@ -36,7 +36,7 @@ def _tokenizer_files() -> dict[str, bytes]:
 def served(tmp_path_factory):
     """(base URL, policy, params) of a server that was started like a user would."""
     folder = tmp_path_factory.mktemp("policy") / "exported"
-    policy, params = tiny_policy("bfloat16", tied=True)
+    policy, params = tiny_policy("bfloat16", tied=False)
     export_policy(folder, policy, params, _tokenizer_files())
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,6 +1,7 @@
 """Run as a program on 8 virtual CPU devices: prints how many elements differ between sharded and whole, as JSON.
 
-tp ranks hold columns of a weight, contiguous leaves of K, or contiguous leaves of the vocabulary.
+The digests of `process_checks` come with them, since this is also the process with many threads. tp ranks hold columns
+of a weight, contiguous leaves of K, or contiguous leaves of the vocabulary.
 """
 
 import json
@@ -11,6 +12,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import jax
 import jax.numpy as jnp
 import numpy as np
+import process_checks
 import region_reference as reference
 from attention_samples import sequence
 from jax.sharding import Mesh
@@ -131,7 +133,7 @@ def main() -> None:
     found |= {f"leaves {size}": leaf_shards(size) for size in (2, 4, 8)}
     found |= {f"vocabulary {size}": vocabulary_shards(size) for size in (2, 4)}
     found |= {"heads": head_shards(), "psum of leaves": leaf_shards(4, gather=False), "gradient": sharded_gradient()}
-    print(json.dumps(found))
+    print(json.dumps(found | {"digests": process_checks.digests()}))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def running(request, tmp_path_factory):
     with running_engine(
         folder,
         dtype,
-        tied=dtype == "bfloat16",
+        tied=dtype == "float32",
         temperature=TEMPERATURE[dtype],
         separate_process=process == "separate_process",
     ) as engine:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    with running_engine(tmp_path_factory.mktemp("policy") / "exported", "float32", tied=False) as engine:
+    with running_engine(tmp_path_factory.mktemp("policy") / "exported", "float32", tied=True) as engine:
         yield engine
 
 
