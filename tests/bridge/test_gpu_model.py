@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from engine_samples import same_bits, tiny_policy
+from engine_samples import PADDED_ROWS, PADDED_TOKENS, same_bits, tiny_policy
 
 from bridge import attention_backend, gpu_model
 from bridge.arrays import to_torch
@@ -89,9 +89,10 @@ def test_chunks_then_decode_give_the_trainers_rows(engine):
     together = torch.cat([torch.cat(parts) for parts in hidden])
     found = engine.model.compute_logits(together)
     assert found.dtype == torch.float32
-    batch = pack(sequences)
+    batch = pack(sequences, length_multiple=PADDED_TOKENS)
     wanted = np.flatnonzero(batch.segment_ids >= 0)
-    expected = np.asarray(engine.policy.log_prob_rows(engine.params, batch, wanted))
+    padded_rows = np.resize(wanted, PADDED_ROWS)
+    expected = np.asarray(engine.policy.log_prob_rows(engine.params, batch, padded_rows))[: len(wanted)]
     assert same_bits([found.numpy()], [expected])
     few = engine.model.compute_logits(together[5:8])
     assert same_bits([few.numpy()], [expected[5:8]])
