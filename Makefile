@@ -14,6 +14,10 @@ SEAL_BIN := $(SEAL_VENV)/bin
 SEAL_READY := $(SEAL_VENV)/.ready
 SEAL_PIP := $(SEAL_BIN)/python -m pip --disable-pip-version-check -q
 
+# On all cores at once, which pip does on one. Without it every process reads the source of torch and vLLM, 10 s each time,
+# where Python may not write bytecode by itself. Some packages hold files of another Python, which stay as they are.
+bytecode = -$(1) -m compileall -qq -j 0 $(2)/lib >/dev/null 2>&1
+
 .PHONY: help setup seal-env demo test lint bench clean
 
 help:
@@ -32,6 +36,7 @@ $(READY): requirements/cpu.txt requirements/vllm_name/pyproject.toml pyproject.t
 	$(PIP) install --no-deps --no-compile -r requirements/cpu.txt
 	$(PIP) install --no-deps --no-build-isolation --no-compile ./requirements/vllm_name
 	$(PIP) install --no-deps --no-build-isolation --no-compile -e .
+	$(call bytecode,$(BIN)/python,$(VENV))
 	touch $(READY)
 
 seal-env: $(SEAL_READY)
@@ -41,6 +46,7 @@ $(SEAL_READY): requirements/sm90.txt pyproject.toml
 	$(SEAL_PYTHON) -m venv $(SEAL_VENV)
 	$(SEAL_PIP) install --no-deps --no-compile -r requirements/sm90.txt
 	$(SEAL_PIP) install --no-deps --no-build-isolation --no-compile -e .
+	$(call bytecode,$(SEAL_BIN)/python,$(SEAL_VENV))
 	touch $(SEAL_READY)
 
 demo: $(READY)
