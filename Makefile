@@ -16,7 +16,7 @@ SEAL_PIP := $(SEAL_BIN)/python -m pip --disable-pip-version-check -q
 
 # On all cores at once, which pip does on one. Without it every process reads the source of torch and vLLM, 10 s each time,
 # where Python may not write bytecode by itself. Some packages hold files of another Python, which stay as they are.
-bytecode = -$(1) -m compileall -qq -j 0 $(2)/lib >/dev/null 2>&1
+bytecode = $(1) -m compileall -qq -j 0 $(2)/lib >/dev/null 2>&1 || true
 
 .PHONY: help setup seal-env demo test lint bench clean
 
