@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,11 @@ def in_process_of_its_own(engine: str, folder: Path) -> dict[str, float]:
     return json.loads(output.strip().splitlines()[-1])
 
 
-def measure(folder: Path) -> dict[str, float]:
-    """One engine, warmed up twice (every shape is then compiled), then timed over one call."""
-    import numpy as np
-    from vllm import LLM, SamplingParams
+def started(folder: Path) -> Any:
+    """The engine on a policy folder, isojax or stock."""
+    from vllm import LLM
 
-    started = time.perf_counter()
-    llm = LLM(
+    return LLM(
         str(folder),
         dtype="bfloat16",
         skip_tokenizer_init=True,
@@ -107,14 +106,29 @@ def measure(folder: Path) -> dict[str, float]:
         kv_cache_memory_bytes=1 << 28,
         block_size=32,
     )
-    start_seconds = time.perf_counter() - started
+
+
+def generate_for(llm: Any) -> Callable[[], object]:
+    """The call that is timed: the same random prompts every time, no sequence ends early."""
+    import numpy as np
+    from vllm import SamplingParams
+
     tokens = np.random.default_rng(0).integers(100, 40_000, (SEQUENCES, PROMPT_TOKENS)).tolist()
     prompts: list[Any] = [{"prompt_token_ids": row} for row in tokens]
     sampling = SamplingParams(max_tokens=STEPS, temperature=1.0, logprobs=0, detokenize=False, ignore_eos=True)
+    return lambda: llm.generate(prompts, sampling, use_tqdm=False)
+
+
+def measure(folder: Path) -> dict[str, float]:
+    """One engine, warmed up twice (every shape is then compiled), then timed over one call."""
+    begun = time.perf_counter()
+    llm = started(folder)
+    start_seconds = time.perf_counter() - begun
+    generate = generate_for(llm)
     for _ in range(2):
-        llm.generate(prompts, sampling, use_tqdm=False)
+        generate()
     seconds, cpu_seconds = time.perf_counter(), time.process_time()
-    llm.generate(prompts, sampling, use_tqdm=False)
+    generate()
     seconds, cpu_seconds = time.perf_counter() - seconds, time.process_time() - cpu_seconds
     return {
         "tokens_a_second": round(SEQUENCES * STEPS / seconds, 2),

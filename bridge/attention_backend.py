@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
+    from isojax.policy import PolicyConfig
+
 # T: tokens of the padded step, R: requests, P: pages a request, H: query heads, K: key heads, D: head dimension.
 
 PREFIX = "model.layers.{layer}.self_attn.attn"
@@ -203,7 +205,7 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
         dtype: torch.dtype,
         scale: float,
         split: int,
-        backend: type[IsojaxAttentionBackend] = IsojaxAttentionBackend,
+        backend: type[IsojaxAttentionBackend],
     ) -> None:
         """Registers itself with vLLM under the layer's name. dtype: of the cache, the policy's own."""
         super().__init__()
@@ -238,6 +240,29 @@ class CachedAttentionLayer(nn.Module, AttentionLayerBase):
         """A full causal cache in the policy's dtype."""
         self.block_size = vllm_config.cache_config.block_size
         return full_attention_spec(self.block_size, self.num_kv_heads, self.head_size, self.dtype)
+
+
+def cached_attention_layers(
+    vllm_config: VllmConfig,
+    config: PolicyConfig,
+    dtype: torch.dtype,
+    backend: type[IsojaxAttentionBackend] = IsojaxAttentionBackend,
+) -> nn.ModuleList:
+    """One layer of the cache for each of the policy's. dtype: of the cache, the policy's own."""
+    return nn.ModuleList(
+        CachedAttentionLayer(
+            vllm_config,
+            layer,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_dim,
+            dtype=dtype,
+            scale=config.softmax_scale,
+            split=config.attention_split,
+            backend=backend,
+        )
+        for layer in range(config.num_layers)
+    )
 
 
 def step_metadata() -> Any:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from bridge.arrays import dtype_name
-from bridge.attention_backend import CachedAttentionLayer, step_metadata
+from bridge.attention_backend import cached_attention_layers, step_metadata
 from bridge.gpu_attention import GpuAttentionBackend, GpuStepMetadata
 from bridge.graphs import PolicyGraphs, region_names
+from bridge.handshake import ENGINE_CASES
 from bridge.jax_api import keep_off_the_card
 from bridge.kernel_launchers import LAUNCHERS, compile_kernels, engine_programs
 from bridge.ptxas import ptxas_version
@@ -28,12 +29,12 @@ from isojax.weights.load import load_policy
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from bridge.attention_backend import CachedAttentionLayer
     from bridge.non_finite import Fault
     from bridge.row_tap import RowTap
 
 # T: tokens of the padded step, H: hidden size, V: vocabulary, N: rows of log-probabilities.
 
-ENGINE_CASES = ("engine_prefill", "engine_decode")
 Kernels = dict[str, set[str]]
 """Digests of kernels by region."""
 
@@ -82,20 +83,7 @@ class GpuPolicyModel(nn.Module):
             self.register_buffer(f"head_input_{rows}", states, persistent=False)
         constants = {"rope_table": self.get_buffer("rope_table"), "temperature": self.get_buffer("temperature")}
         self._hidden, self._head = map(dense_operands, graphs.bind(self.weights, constants))
-        self.layers = nn.ModuleList(
-            CachedAttentionLayer(
-                vllm_config,
-                layer,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_dim,
-                dtype=self.weights.dtype,
-                scale=config.softmax_scale,
-                split=config.attention_split,
-                backend=GpuAttentionBackend,
-            )
-            for layer in range(config.num_layers)
-        )
+        self.layers = cached_attention_layers(vllm_config, config, self.weights.dtype, GpuAttentionBackend)
         programs = engine_programs(bundle.programs, buckets, self._head_rows)
         self.compile_seconds = compile_kernels(programs, device)
         self._manifest = bundle.sha256

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bridge.arrays import dispatch_synchronously, dtype_name, shared_views, to_torch
-from bridge.attention_backend import CachedAttentionLayer, StepMetadata, step_metadata
+from bridge.attention_backend import StepMetadata, cached_attention_layers, step_metadata
 from bridge.buckets import bucket_of
 from bridge.graphs import PolicyGraphs, region_names
 from bridge.non_finite import HEAD, Fault, bad_rows, first_bad_region
@@ -27,6 +27,7 @@ from pallas_kernels import counters
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from bridge.attention_backend import CachedAttentionLayer
     from bridge.batch_view import BatchView, RowOwner
     from bridge.row_tap import RowTap
 
@@ -59,19 +60,7 @@ class IsojaxPolicyForCausalLM(nn.Module):
         self._hidden_graph, self._head_graph = graphs.bind(self.weights, constants)
         # The same graphs with fewer calls; the unmerged ones are what people read and what faults are found in.
         self._hidden, self._head = merge_segments(self._hidden_graph), merge_segments(self._head_graph)
-        self.layers = nn.ModuleList(
-            CachedAttentionLayer(
-                vllm_config,
-                layer,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_size=config.head_dim,
-                dtype=self.weights.dtype,
-                scale=config.softmax_scale,
-                split=config.attention_split,
-            )
-            for layer in range(config.num_layers)
-        )
+        self.layers = cached_attention_layers(vllm_config, config, self.weights.dtype)
         self.batch: BatchView | None = None
         self.tap: RowTap | None = None
         self.faults: list[Fault] = []

@@ -1,4 +1,4 @@
-"""Which ptxas turns this process's sealed modules into machine code."""
+"""Which ptxas is installed to turn sealed modules into machine code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from contracts.errors import ToolchainMismatch
 
 
 def ptxas_version() -> str:
-    """Version of the ptxas that JAX's compiler runs, for example 13.0.88. Raises ToolchainMismatch without one."""
+    """Version of the first ptxas found, for example 13.0.88. Raises ToolchainMismatch without one.
+
+    The plugin does not say which one it runs; where several versions are installed, this may name another.
+    """
     from jax._src import lib
 
-    program = next((path for path in _places(str(lib.cuda_path)) if path.is_file()), Path("ptxas"))
+    program = next((path for path in places(str(lib.cuda_path)) if path.is_file()), Path("ptxas"))
     try:
         text = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -23,9 +26,10 @@ def ptxas_version() -> str:
     return parse_version(text)
 
 
-def _places(cuda_path: str) -> list[Path]:
-    """Where one may be: the CUDA folder that JAX found, NVIDIA's wheels, the system's CUDA, the path."""
-    wheels = [Path(place) for place in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", ())]
+def places(cuda_path: str) -> list[Path]:
+    """Where one may be: the CUDA folder that JAX names, NVIDIA's wheels, the system's CUDA, the path."""
+    package = importlib.util.find_spec("nvidia")
+    wheels = [Path(place) for place in (package and package.submodule_search_locations) or ()]
     folders = [
         Path(cuda_path),
         *(found for wheel in wheels for found in sorted(wheel.glob("cu*"))),

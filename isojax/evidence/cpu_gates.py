@@ -20,6 +20,7 @@ from isojax.evidence.capture import RegionOutput, capture_forward
 from isojax.policy.batch import pack
 from isojax.policy.config import PolicyConfig
 from isojax.policy.policy import Policy
+from isojax.rl.mismatch import different_bits
 from isojax.weights.digest import digest
 
 # T: tokens, K: key heads, D: head dimension, P: page size.
@@ -229,7 +230,7 @@ def _require_equal(left: list[RegionOutput], right: list[RegionOutput], what: st
 
 
 def _require_same_bits(left: np.ndarray, right: np.ndarray, what: str) -> None:
-    different = int((left.view(np.int32) != right.view(np.int32)).sum())
+    different = int(different_bits(left, right).sum())
     if different:
         raise _failed(what, f"{different} of {left.size} values differ", "0", "Two forms of one schedule disagree.")
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from isojax.policy import PackedBatch, Policy, completion_rows, pack
+from isojax.rl.mismatch import different_bits
 from isojax.rl.rollout import Completion
 
 ROWS_AT_ONCE = 32
@@ -88,7 +89,7 @@ def _batches(completions: Sequence[Completion], limit: int, step: int) -> list[l
 def _tokens(engine: np.ndarray, trainer: np.ndarray) -> ParityCounts:
     return ParityCounts(
         tokens=engine.size,
-        token_mismatches=int((_bits(engine) != _bits(trainer)).sum()),
+        token_mismatches=int(different_bits(engine, trainer).sum()),
         max_abs=_difference(engine, trainer),
     )
 
@@ -112,7 +113,7 @@ def _full_rows(
         rows = np.resize(np.array([row for row, _ in part]), ROWS_AT_ONCE)
         trainer = np.asarray(policy.log_prob_rows(params, batch, rows, temperature))[: len(part)]
         engine = np.stack([values for _, values in part])
-        differ = (_bits(engine) != _bits(trainer)).any(axis=1)
+        differ = different_bits(engine, trainer).any(axis=1)
         probabilities = np.exp(trainer.astype(np.float64))
         total += ParityCounts(
             rows=len(part),
@@ -121,10 +122,6 @@ def _full_rows(
             entropy_sum=float(-(probabilities * trainer).sum()),
         )
     return total
-
-
-def _bits(values: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(values, np.float32).view(np.int32)
 
 
 def _difference(engine: np.ndarray, trainer: np.ndarray) -> float:

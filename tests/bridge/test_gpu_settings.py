@@ -1,12 +1,13 @@
 """On a card vLLM must fit the sealed sizes: left open it is set, chosen otherwise it is refused by name."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from vllm.config import CompilationMode, CUDAGraphMode
 
 from bridge.gpu_settings import set_for_kernels
-from bridge.ptxas import parse_version
+from bridge.ptxas import parse_version, places, ptxas_version
 from contracts.errors import ToolchainMismatch, UnsupportedModel
 from pallas_kernels.kernel_shapes import KernelShapes
 
@@ -82,3 +83,19 @@ def test_the_version_of_ptxas_is_read_from_what_it_prints():
     assert parse_version(printed) == "13.0.88"
     with pytest.raises(ToolchainMismatch, match="ptxas"):
         parse_version("no such thing")
+
+
+def test_a_ptxas_is_looked_for_where_jax_says_then_in_wheels_then_in_the_system(tmp_path, monkeypatch):
+    (tmp_path / "wheels" / "nvidia" / "cu13").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "wheels"))
+    found = places("/opt/cuda")
+    wheel = tmp_path / "wheels" / "nvidia" / "cu13" / "bin" / "ptxas"
+    order = [found.index(place) for place in (Path("/opt/cuda/bin/ptxas"), wheel, Path("/usr/local/cuda/bin/ptxas"))]
+    assert order == sorted(order)
+
+
+def test_without_a_ptxas_the_toolchain_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("bridge.ptxas.places", lambda cuda_path: [tmp_path / "ptxas"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ToolchainMismatch, match=r"toolchain\.ptxas"):
+        ptxas_version()
