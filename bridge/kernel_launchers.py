@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRAINER_REGIONS = ("attention", "token_log_probs")
+TRAINER_REGIONS = ("attention", "qk_norm_rope", "token_log_probs")
 """Regions that only a trainer calls: an engine need not compile their kernels."""
 HEAD_REGION = "log_prob_rows"
 """The region whose rows are padded to buckets of their own, since few rows of a step become log-probabilities."""

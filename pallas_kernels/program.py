@@ -57,6 +57,7 @@ class Step:
 class Program:
     """All kernels of one region for one set of shapes and constants, and every buffer that they touch.
 
+    A step's result that is also its operand is that buffer written in place, only where the kernel says so.
     ``buffers`` holds operands, results and scratch. Scratch is whatever is neither; no kernel may rely on its contents
     before a step of the same program wrote them.
     """
@@ -89,7 +90,10 @@ class Program:
         return tuple(name for name in self.buffers if name not in outside)
 
     def run(self, *operands: Any) -> tuple[jax.Array, ...]:
-        """Runs the steps through JAX, as in the GPU interpreter; the sealed route goes through `store` instead."""
+        """Runs the steps through JAX, as in the GPU interpreter; the sealed route goes through `store` instead.
+
+        Of a buffer that a step writes in place only what the step wrote is meaningful.
+        """
         values = dict(zip(self.operands, operands, strict=True))
         for step in self.steps:
             seen = {name: step.seen(name, self.buffers[name]).shape for name in step.operands}

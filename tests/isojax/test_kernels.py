@@ -67,10 +67,13 @@ def test_calls_are_those_of_the_forward_at_every_bucket() -> None:
     assert sizes("attention") == sizes("token_log_probs") == {128, 256}
     assert sizes("paged_attention") == {8, 16, 32}
     assert sizes("log_prob_rows") == {8, 24}
-    for shared in ("matmul", "rms_norm", "add_rms_norm", "qk_norm_rope", "swiglu"):
+    assert (sizes("qk_norm_rope"), sizes("paged_qk_norm_rope")) == ({128, 256}, {8, 16, 32})
+    for shared in ("matmul", "rms_norm", "add_rms_norm", "swiglu"):
         assert sizes(shared) == {8, 16, 32, 128, 256}
     paged = next(call for call in calls if call.region == "paged_attention")
     assert [shape for shape, _ in paged.types] == [(8, 2, 64), (64, 16, 1, 64), (64, 16, 1, 64), (4, 4), (8,), (8,)]
+    writing = next(call for call in calls if call.region == "paged_qk_norm_rope")
+    assert [shape for shape, _ in writing.types][:5] == [(8, 256), (8, 64), (8,), (64, 16, 1, 64), (64, 16, 1, 64)]
 
 
 def test_the_contract_names_every_kernel_and_claims_nothing(folder: Path) -> None:
@@ -82,6 +85,8 @@ def test_the_contract_names_every_kernel_and_claims_nothing(folder: Path) -> Non
     assert "matmul x[8,128] w[256,128] leaves=1 out_dtype=bfloat16" in matmul
     assert contract.owner("attention", "trainer_fwd").impl_id == "attention"
     assert contract.owner("attention", "engine_prefill").impl_id == "paged_attention"
+    assert contract.owner("qk_norm_rope", "trainer_score").impl_id == "qk_norm_rope"
+    assert contract.owner("qk_norm_rope", "engine_decode").impl_id == "paged_qk_norm_rope"
     made = contract.toolchain
     assert (made.jax, made.jaxlib, made.module_format) == ("0.11.2", "0.11.2", "mosaic_gpu_v2")
     assert (made.ptxas, made.engine_runner, made.kernel_manifest) == (None, "vllm_v2", bundle.sha256)

@@ -55,6 +55,24 @@ def test_swiglu():
     _close(_run(swiglu_program(2, 256), gate_up)[0], jax.nn.silu(wide[:, :256]) * wide[:, 256:])
 
 
+def test_rotated_keys_and_values_go_to_their_rows_of_the_cache():
+    from pallas_kernels.qk_norm_rope.hopper import paged_qk_norm_rope_program, qk_norm_rope_program
+
+    T, N, K, D, page = 8, 2, 1, 64, 16
+    qkv, weights = _normal(0, T, (N + 2 * K) * D), (_normal(1, D), _normal(2, D))
+    angles = jax.random.uniform(jax.random.key(3), (T, D // 2)) * 9
+    table = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], 1)
+    q, k, v = _run(qk_norm_rope_program(T, N, K, D, norm=True, eps=1e-6), qkv, table, *weights)
+    assert bool((v[:, 0] == qkv[:, 3 * D :]).all())
+    slots = jnp.array([5, -1, 17, 40, 0, 2, 31, 16], jnp.int32)
+    caches = [jnp.zeros((3, page, K, D), jnp.bfloat16)] * 2
+    program = paged_qk_norm_rope_program(T, N, K, D, pages=3, page=page, norm=True, eps=1e-6)
+    found = _run(program, qkv, table, slots, *caches, *weights)
+    assert bool((found[0] == q).all())
+    for cache, rows in zip(found[1:], (k, v), strict=True):
+        assert bool((cache.reshape(-1, K, D)[slots[slots >= 0]] == rows[slots >= 0]).all())
+
+
 def test_attention_of_two_packed_sequences():
     from pallas_kernels.attention.hopper import attention_program
 

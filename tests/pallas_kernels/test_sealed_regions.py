@@ -32,7 +32,11 @@ CALLS = {
     "add_rms_norm": ([_bf16(T, H), _bf16(T, H), _bf16(H)], {"eps": 1e-6}),
     "residual_add": ([_bf16(T, H), _bf16(T, H)], {}),
     "swiglu": ([_bf16(T, 2 * H)], {}),
-    "qk_norm_rope": ([_bf16(T, 2, D), _bf16(T, 1, D), _TABLE, _bf16(D), _bf16(D)], {"eps": 1e-6}),
+    "qk_norm_rope": ([_bf16(T, 4 * D), _TABLE, _bf16(D), _bf16(D)], {"key_heads": 1, "eps": 1e-6}),
+    "paged_qk_norm_rope": (
+        [_bf16(T, 4 * D), _TABLE, _int(T), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _bf16(D), _bf16(D)],
+        {"key_heads": 1, "eps": 1e-6},
+    ),
     "attention": (
         [_bf16(T, 2, D), _bf16(T, 1, D), _bf16(T, 1, D), _int(T), _int(T), _int()],
         {"scale": 0.125, "split": 512},
