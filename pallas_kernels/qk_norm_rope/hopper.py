@@ -105,8 +105,9 @@ def _kernel(
                 put(target, head)
                 return
             for half in range(2):
-                # Out of the swizzled tile, since a row of the cache is copied alone.
-                row_smem[half] = load(x_smem.at[half])
+                # Out of the tile, since a row of the cache is copied alone. Whole rows, or the compiler would tile them
+                # and start copies where TMA can't.
+                row_smem[:, half * F : (half + 1) * F] = load(x_smem.at[half])
             plgpu.commit_smem()
 
             def write_row(row: jax.Array, _: None) -> None:
@@ -114,9 +115,8 @@ def _kernel(
 
                 @pl.when(slot >= 0)
                 def _() -> None:
-                    for half in range(2):
-                        columns = pl.ds(head * D + half * F, F)
-                        plgpu.copy_smem_to_gmem(row_smem.at[half, pl.ds(row, 1)], target.at[pl.ds(slot, 1), columns])
+                    columns = pl.ds(head * D, D)
+                    plgpu.copy_smem_to_gmem(row_smem.at[pl.ds(row, 1)], target.at[pl.ds(slot, 1), columns])
 
             lax.fori_loop(0, jnp.minimum(BLOCK, T - first_token), write_row, None)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -162,7 +162,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
     half_tile = plgpu.SMEM((2, BLOCK, F), jnp.bfloat16, transforms=swizzled(F))
-    writes = (plgpu.SMEM((BLOCK,), jnp.int32), plgpu.SMEM((2, BLOCK, F), jnp.bfloat16), plgpu.Barrier())
+    writes = (plgpu.SMEM((BLOCK,), jnp.int32), plgpu.SMEM((BLOCK, D), jnp.bfloat16), plgpu.Barrier())
     shapes = ((T, N * D), (rows or T, K * D), (rows or T, K * D))
     return plgpu.kernel(
         kernel,
