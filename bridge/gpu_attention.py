@@ -169,7 +169,8 @@ def _attend(q: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tenso
 
 _library = torch.library.Library("isojax", "FRAGMENT")
 _library.define(
-    "write_cache(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int layer, int key_heads, float eps) -> Tensor"
+    "write_cache(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int layer, int key_heads, float eps)"
+    " -> Tensor"
 )
 _library.define("attend_cache(Tensor q, Tensor positions, int layer) -> Tensor")
 for _device in ("CPU", "CUDA"):

@@ -107,8 +107,8 @@ class StepInputs(nn.Module):
         slots_T.masked_fill_(padding_T | (slots_T < 0), -1)
         return StepOperands(tokens_T, positions_T, requests_T, slots_T, self.page_table)
 
-    def _of_bucket(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return tuple(self.get_buffer(f"{name}_{bucket}") for name in BUFFERS)  # type: ignore[return-value]
+    def _of_bucket(self, bucket: int) -> list[torch.Tensor]:
+        return [self.get_buffer(f"{name}_{bucket}") for name in BUFFERS]
 
 
 def smallest_bucket(buckets: Sequence[int], count: int, what: str) -> int:

@@ -33,8 +33,8 @@ def operand_name(declared: str) -> str:
 def schema_of(region: Region) -> str:
     """The torch schema: operands in order, optional ones with default None, then the parameters by keyword.
 
-    For example `matmul(Tensor x, Tensor w, Tensor? bias=None, *, int leaves, str out_dtype) -> Tensor`. An operand that
-    the region updates is written in place and is no result.
+    For example `matmul(Tensor x, Tensor w, Tensor? bias=None, *, int leaves, str out_dtype) -> Tensor`. An operand
+    that the region updates is written in place and is no result.
     """
     arguments = []
     for declared in region.operands:
@@ -89,7 +89,7 @@ def given_operands(region: Region, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def result_tensors(region: Region, operands: Sequence[Any], parameters: dict[str, Parameter]) -> list[Any]:
-    """Shape and torch dtype of every result that is no update, from the region's own shape rule; sizes may be SymInts."""
+    """Shape and torch dtype of every result but updates, from the region's own shape rule; sizes may be SymInts."""
     types = [
         ((), STATIC_OPERANDS[operand_name(declared)])
         if isinstance(operand, int)

@@ -55,7 +55,7 @@ def _paged_qk_norm_rope(call: RegionCall, shapes: KernelShapes) -> KernelCall:
     """The binding that writes the cache."""
     qkv, cos_sin, *norms = call.operands
     (tokens, head_size), _ = cos_sin
-    cache = ((shapes.max_pages, shapes.page_size, call.parameters["key_heads"], head_size), qkv[1])
+    cache = ((shapes.max_pages, shapes.page_size, int(call.parameters["key_heads"]), head_size), qkv[1])
     types = (qkv, cos_sin, ((tokens,), "int32"), cache, cache, *norms)
     return KernelCall("paged_qk_norm_rope", types, tuple(sorted(call.parameters.items())))
 

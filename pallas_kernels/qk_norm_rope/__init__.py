@@ -16,7 +16,7 @@ def _shape_rule(*operands: ShapeAndDtype, key_heads: int, eps: float) -> tuple[S
     tokens, head = table
     if len(qkv) != 2 or qkv[1] % head or key_heads < 1 or qkv[1] // head <= 2 * key_heads:
         raise ValueError(
-            f"qk_norm_rope needs qkv [T, (H + 2 * {key_heads}) * {head}] for {key_heads} key heads of size {head}; got {qkv}"
+            f"qk_norm_rope needs qkv [T, (H + 2 * {key_heads}) * {head}] with {key_heads} key heads; got {qkv}"
         )
     if len(norms) == 1 or any(shape != (head,) for shape, _ in norms):
         raise ValueError(f"qk_norm_rope needs no norm weight or two of shape ({head},); got {[n[0] for n in norms]}")
@@ -78,8 +78,9 @@ def qk_norm_rope(
     """Queries [T, H, D], keys and values [T, K, D] of a projection [T, (H + 2K) * D], heads in this order.
 
     Every query and key head gets an RMSNorm where weights are given, then the rotation by its token's angles; values
-    are moved as they are. `key_heads` is K. `cos_sin` is the fp32 table at each token's position: cosines in [:, :D/2], sines in [:, D/2:]. Source: Su et al.
-    2021 in the rotate_half convention of Hugging Face. Raises ValueError for shapes that do not fit.
+    are moved as they are. `key_heads` is K. `cos_sin` is the fp32 table at each token's position: cosines in
+    [:, :D/2], sines in [:, D/2:]. Source: Su et al. 2021 in the rotate_half convention of Hugging Face. Raises
+    ValueError for shapes that do not fit.
     """
     return _call(qkv_TC, cos_sin_TD, *_both(q_norm_D, k_norm_D), key_heads=key_heads, eps=float(eps))
 

@@ -16,6 +16,7 @@ from pallas_kernels.hopper_tools import swizzled
 from pallas_kernels.program import Buffer, Program, Step
 
 BLOCK = 64
+PIECE = 32
 
 
 def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: float, heads: int = 1) -> Program:
@@ -104,10 +105,14 @@ def _kernel(
             if not paged:
                 put(target, head)
                 return
+            # Out of the swizzled tile, since a row of the cache is copied alone. In pieces that the compiler has no
+            # swizzle of its own for: it would not undo that where a single row is copied.
+            piece = PIECE if F % PIECE == 0 else F
             for half in range(2):
-                # Out of the tile, since a row of the cache is copied alone. Whole rows, or the compiler would tile them
-                # and start copies where TMA can't.
-                row_smem[:, half * F : (half + 1) * F] = load(x_smem.at[half])
+                value_BF = load(x_smem.at[half])
+                for start in range(0, F, piece):
+                    columns = pl.ds(half * F + start, piece)
+                    row_smem[:, columns] = value_BF[:, start : start + piece]
             plgpu.commit_smem()
 
             def write_row(row: jax.Array, _: None) -> None:

@@ -81,7 +81,8 @@ def test_rotary_embedding_is_right_and_row_invariant(compiler, D, norm):
 
 
 @pytest.mark.parametrize(
-    ("T", "D", "pages", "page"), [(8, 64, 9, 16), (136, 80, 40, 16), (1, 256, 3, 128), (72, 128, 2**20, 16)]
+    ("T", "D", "pages", "page"),
+    [(8, 64, 9, 16), (136, 80, 40, 16), (40, 256, 3, 128), (16, 128, 40, 16), (72, 128, 2**20, 16)],
 )
 @pytest.mark.parametrize("norm", [True, False])
 def test_keys_and_values_reach_their_rows_of_the_cache_and_no_others(compiler, T, D, pages, page, norm):

@@ -10,6 +10,7 @@ from contracts.errors import BadBundle, KernelMissing
 from pallas_kernels import kernel_source
 from pallas_kernels.hopper_regions import region_program, seal_region
 from pallas_kernels.region import REGIONS
+from pallas_kernels.seal import seal_program
 
 pytestmark = pytest.mark.sealing
 
@@ -103,6 +104,15 @@ def test_loaded_kernels_are_emitted_byte_for_byte_and_no_others(monkeypatch):
         emitted("swiglu", [_bf16(8, 256)], {})
     with pytest.raises(BadBundle, match="loaded other kernels"):
         source.add([unlowered("matmul", matmul_types(8), parameters, module=b"another")])
+
+
+@pytest.mark.parametrize("head", [64, 80, 128, 256])
+def test_rows_go_to_the_cache_by_copies_that_no_swizzle_takes_part_in(head):
+    from pallas_kernels.qk_norm_rope.hopper import paged_qk_norm_rope_program
+
+    program = paged_qk_norm_rope_program(8, 2, 1, head, pages=9, page=16, norm=False, eps=1e-6)
+    (module,) = seal_program("rows", "1", {}, program).modules
+    assert b"cp.async.bulk.global.shared::cta.bulk_group" in module.module
 
 
 def test_a_policy_in_float32_is_refused_on_a_card():
