@@ -9,7 +9,12 @@ from pallas_kernels.lm_head.hopper import log_prob_rows_program, token_log_probs
 H = 512
 
 
-@pytest.mark.parametrize(("rows", "vocab"), [(49216, 49159), (49152, 49152), (152064, 151936), (151936, 151936)])
+SIZES = [(49216, 49159), (49152, 49152), (152064, 151936), (151936, 151936)]
+#: No multiple of 8, up to the largest in use: the last rows of the weight are read from their padded copy.
+ODD_SIZES = [(1, 1), (5, 5), (97, 97), (255, 255), (1999, 1999), (2003, 1999), (50257, 50257), (262145, 262145)]
+
+
+@pytest.mark.parametrize(("rows", "vocab"), SIZES + ODD_SIZES)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_fused_targets_equal_rows_of_every_batch_size(compiler, rows, vocab, temperature):
     T = 256
@@ -31,6 +36,24 @@ def test_fused_targets_equal_rows_of_every_batch_size(compiler, rows, vocab, tem
             assert float((out - reference[part]).abs().max()) < 2e-3
             found = out[torch.arange(few, device="cuda"), targets[part].long()]
             assert_equal_bits(found, fused[part], f"{few} rows from {first}")
+
+
+@pytest.mark.parametrize("vocab", [97, 1999, 50257])
+def test_weights_whose_last_rows_are_copied_give_the_bits_of_weights_that_need_no_copy(compiler, vocab):
+    T, rows = 256, -(-vocab // 8) * 8
+    x, padded = normal(T, H, seed=5), normal(rows, H, seed=6, scale=0.1)
+    padded[vocab:] = float("nan")
+    w, heat = padded[:vocab].clone(), torch.tensor(0.7, device="cuda")
+    targets = torch.randint(vocab, (T,), device="cuda", dtype=torch.int32)
+    for make, operands in ((log_prob_rows_program, ()), (token_log_probs_program, (targets,))):
+        copied, whole = (
+            launcher(compiler, make(T, H, len(weights), vocab_size=vocab))(x, weights, *operands, heat)[0]
+            for weights in (w, padded)
+        )
+        assert_equal_bits(copied, whole, make.__name__)
+    few = launcher(compiler, log_prob_rows_program(8, H, vocab, vocab_size=vocab))(x[:8].clone(), w, heat)[0]
+    many = launcher(compiler, log_prob_rows_program(T, H, vocab, vocab_size=vocab))(x, w, heat)[0]
+    assert_equal_bits(few, many[:8], "8 rows against 256")
 
 
 def test_a_logit_that_is_not_finite_spoils_its_whole_row_and_no_other(compiler):

@@ -101,8 +101,6 @@ def test_smollm2_exports_from_its_gguf(tmp_path: Path) -> None:
     [
         ({"hidden_size": 136}, r"region matmul on sm90: found .*K=136 is not a multiple"),
         ({"intermediate_size": 192}, "region swiglu on sm90.*192 elements are not a multiple of 128"),
-        ({"vocab_size": 97}, "region token_log_probs on sm90.*vocab_size=97"),
-        ({"vocab_size": 1999}, r"region token_log_probs on sm90: .*multiple of its tiling 8, but got 1999"),
         ({"head_dim": 320}, "head size 320"),
     ],
 )
