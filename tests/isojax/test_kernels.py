@@ -21,7 +21,7 @@ from contracts.errors import (
     MeshNotClaimed,
     ToolchainMismatch,
 )
-from isojax.kernels import KERNELS_FOLDER, load_kernels
+from isojax.kernels import KERNELS_FOLDER, load_kernels, packing_of
 from isojax.kernels.calls import kernel_calls
 from pallas_kernels import kernel_source
 from pallas_kernels.store import MANIFEST, MODULES, Bundle, save_bundle
@@ -97,6 +97,7 @@ def test_a_loaded_folder_gives_the_same_policy_kernels_and_contract(folder: Path
     assert isojax.digest(params) == isojax.digest(sealable_params())
     bundle = load_kernels(folder, load_contract(folder))
     assert (bundle.sha256, bundle.shapes) == (unlowered_bundle().sha256, SHAPES)
+    assert (policy.packing, policy.row_buckets) == (packing_of(SHAPES), SHAPES.head_rows)
     assert isojax.build_contract(policy, tokenizer={}, arch="sm90", kernels=bundle) == load_contract(folder)
 
 
