@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from bundle_damage import damages, with_another_tile
 from bundle_samples import SHAPES
-from kernel_samples import RAW, sealable_params, sealable_policy
+from kernel_samples import RAW, sealable_params, sealable_policy, sealed_folder
 from policy_samples import smollm2_gguf
 
 import isojax
@@ -74,6 +75,19 @@ def test_the_command_line_exports_an_exported_policy_again_with_kernels(
     policy, params = isojax.load(out)
     assert isojax.digest(params) == isojax.digest(sealable_params())
     assert policy.config == sealable_policy().config
+
+
+@pytest.mark.sealing
+@pytest.mark.parametrize("name", damages(with_another_tile))
+def test_a_folder_of_real_kernels_is_refused_by_name_once_it_is_damaged(
+    sealed: Bundle, tmp_path: Path, name: str
+) -> None:
+    damage = damages(with_another_tile)[name]
+    folder = sealed_folder(tmp_path / "policy", sealed)
+    load_kernels(folder, load_contract(folder))
+    damage.apply(folder)
+    with pytest.raises(damage.refusal, match=damage.says):
+        load_kernels(folder, load_contract(folder))
 
 
 @pytest.mark.sealing
