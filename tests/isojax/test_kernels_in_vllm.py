@@ -1,4 +1,4 @@
-"""vLLM itself, started by its own class, refuses a policy whose kernels were tampered with, before it loads a weight."""
+"""vLLM itself, started by its own class, refuses a policy whose kernels were tampered with before it loads a weight."""
 
 from pathlib import Path
 
