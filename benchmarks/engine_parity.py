@@ -191,7 +191,7 @@ def prepare(folder: Path) -> None:
 
     config = PolicyConfig(
         family="qwen3",
-        vocab_size=2008,
+        vocab_size=1999,
         hidden_size=256,
         intermediate_size=512,
         num_layers=3,

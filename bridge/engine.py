@@ -55,6 +55,7 @@ class VllmEngine:
         self._sender: WeightSender | None = None
         self._digest: str | None = None
         self._reported = False
+        self._asleep = False
         self._checked: set[str] = set()
         self.cached_tokens: list[int] = []
         """Prompt tokens that the last call found in the prefix cache, one count a request."""
@@ -77,8 +78,10 @@ class VllmEngine:
         """Gives the engine packed parameters through vLLM's weight transfer; returns the digest of what it now holds.
 
         Raises BadCheckpoint for names, shapes or dtypes that are not the policy's, UnsupportedRequest while requests
-        run, and WeightDigestMismatch if the engine then holds something else or keeps cached keys of the old weights.
+        run or it sleeps, and WeightDigestMismatch if the engine then holds something else or keeps cached keys of the
+        old weights.
         """
+        self._require_awake()
         check_parameters(params, self._policy)
         running = self._llm.llm_engine.get_num_unfinished_requests()
         if running:
@@ -147,8 +150,55 @@ class VllmEngine:
         self._refuse_faults(requests, [(0, score.tolist()) for score in scores])
         return scores
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives the card's memory back until `wake_up`: the cache is dropped, the weights move to host memory (level 1)
+        or are dropped as well (level 2).
+
+        Raises UnsupportedRequest for another level, without the setting sleep_mode, or while asleep.
+        """
+        self._require_awake()
+        if not self.options.sleep_mode or level not in (1, 2):
+            raise UnsupportedRequest(
+                field="sleep",
+                found=f"level {level}, engine.settings.sleep_mode {str(self.options.sleep_mode).lower()}",
+                allowed="level 1 or 2 of an engine that was started with sleep_mode",
+                reason="vLLM allocates memory that it can give back only where it was told so at the start.",
+            )
+        self._asleep = True
+        if level == 2:
+            self._digest = None
+        self._llm.sleep(level=level)
+
+    def wake_up(self) -> None:
+        """Takes the memory back, at the same addresses, with an empty cache; no-op for an engine that is awake.
+
+        After level 2 nothing is generated before the next `sync`. Raises WeightDigestMismatch if other weights come
+        back than went to sleep.
+        """
+        if not self._asleep:
+            return
+        self._llm.wake_up()
+        self._asleep = False
+        self._empty_prefix_cache()
+        if self._digest is None:
+            return
+        expected, self._digest = self._digest, None
+        held = self._rpc("isojax_weight_digest", True)
+        if held != expected:
+            raise WeightDigestMismatch(
+                field="weight digest after waking up",
+                found=held,
+                allowed=expected,
+                reason="The weights did not survive the sleep; it refuses to generate until a sync succeeds.",
+            )
+        self._digest = expected
+
     def close(self) -> None:
         """Stops vLLM and removes the staging file. The engine cannot be used afterwards."""
+        if self._asleep:
+            # Memory that was given back cannot be freed once more.
+            self._llm.wake_up()
+            self._asleep = False
         if self._sender is not None:
             self._sender.close()
         stop_vllm(self._llm)
@@ -168,7 +218,17 @@ class VllmEngine:
         self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
         return outputs
 
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise UnsupportedRequest(
+                field="engine",
+                found="asleep",
+                allowed="awake: engine.wake_up() first",
+                reason="Its memory on the card belongs to somebody else.",
+            )
+
     def _require_ready(self) -> str:
+        self._require_awake()
         if not self._reported:
             raise HandshakeRefused(
                 field="handshake",
@@ -263,4 +323,5 @@ class VllmEngine:
         self._checked |= set(new)
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
+        self._require_awake()
         return self._llm.collective_rpc(method, args=arguments)[0]

@@ -34,13 +34,17 @@ class PolicyModelState(DefaultModelState):
         """Set by the worker after vLLM's warm-up, whose requests use every sampling parameter there is."""
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Raises RefusedRequest for sampling parameters outside of the contract."""
+        """Raises RefusedRequest for sampling parameters outside of the contract, WeightDigestMismatch without weights.
+
+        Weights are unknown after a deep sleep, where vLLM would go on with whatever the memory holds.
+        """
         super().add_request(req_index, new_req_data)
         params = new_req_data.sampling_params
         if params is None:
             return
         if self.serving:
             check_sampling_params(params)
+            cast("GpuPolicyModel", self.model).weights.require_known()
         self.slots.add(req_index, params)
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, None]:

@@ -85,6 +85,22 @@ def test_the_call_in_xla_holds_the_sealed_bytes(name):
     assert emitted(name, operands, parameters) == expected
 
 
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (97, 97), (104, 104), (1999, 1999), (1999, 2001), (2000, 2001)])
+def test_a_vocabulary_of_any_size_lowers(vocab, rows):
+    x, w, heat = ((T, H), "bfloat16"), ((rows, H), "bfloat16"), ((), "float32")
+    for name, types in (("log_prob_rows", (x, w, heat)), ("token_log_probs", (x, w, ((T,), "int32"), heat))):
+        sealed = seal_region(REGIONS[name], types, {"vocab_size": vocab})
+        copied = [module.name for module in sealed.modules].count("tail")
+        assert copied == (rows % 8 > 0)
+
+
+def test_weights_too_few_for_the_vocabulary_are_refused():
+    types = (((T, H), "bfloat16"), ((1999, H), "bfloat16"), ((), "float32"))
+    for vocab in (0, 2000):
+        with pytest.raises(ValueError, match=f"vocab_size={vocab} is not between 1 and the weight's 1999 rows"):
+            region_program("log_prob_rows", types, {"vocab_size": vocab})
+
+
 def test_loaded_kernels_are_emitted_byte_for_byte_and_no_others(monkeypatch):
     source = kernel_source.KernelSource()
     monkeypatch.setattr(kernel_source, "LOADED", source)
