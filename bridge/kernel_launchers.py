@@ -70,9 +70,11 @@ class KernelLaunchers:
 
         Raises LaunchRefused for a call without kernels, with the sizes that there are.
         """
-        bounded = self._bounded.get(region, frozenset())
-        shapes = (tuple(x.shape[1:] if index in bounded else x.shape) for index, x in enumerate(operands))
-        values = tuple(parameters[name] for name in REGIONS[region].parameters)
+        if bounded := self._bounded.get(region):
+            shapes = [x.shape[1:] if index in bounded else x.shape for index, x in enumerate(operands)]
+        else:
+            shapes = [x.shape for x in operands]
+        values = tuple([parameters[name] for name in REGIONS[region].parameters])
         found = self._launches.get((region, values, *shapes))
         if found is None:
             raise self._missing(region, operands, parameters)
