@@ -122,3 +122,9 @@ def test_served_kernels_are_those_of_the_buckets_that_ran(engine):
         "engine_decode": {"matmul": ["small"], "log_prob_rows": ["head"]},
         "engine_prefill": {"matmul": ["large", "small"], "log_prob_rows": ["head"]},
     }
+
+
+def test_vllms_dummy_weights_reach_the_parameters_alone(engine):
+    # load_format dummy overwrites every floating-point entry of the state: none may be a constant.
+    floating = {name for name, tensor in engine.model.state_dict().items() if tensor.is_floating_point()}
+    assert floating == {f"weights.{name.replace('.', '_')}" for name in engine.policy.parameter_shapes}
