@@ -41,7 +41,7 @@ class Options:
     seed: int = 0
     entropy: float = 1.5
     graphs: tuple[bool, ...] = (False, True)
-    step_tokens: tuple[int, int] = (512, 1024)
+    step_tokens: tuple[int, int] = (512, 2048)
     weights: Path | None = None
     stock: bool = False
     sizes: Sizes = field(default_factory=Sizes)
@@ -93,23 +93,23 @@ def main() -> int:
 
 def run(folder: Path, options: Options, out: Path) -> dict[str, Any]:
     """All of it on one policy; returns the totals of the file. Raises what the engine raises when it refuses."""
-    from engine_parity_session import Session, identity, proved_copy
+    from engine_parity_bench import Bench, identity, proved_copy
 
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=_memory()) as scratch, proved_copy(folder) as copy:
-        session = Session.open(copy, options)
-        results = Results(out, identity(session))
+        bench = Bench.open(copy, options)
+        results = Results(out, identity(bench))
         results.note(f"seconds, weights, seed {options.seed}", time.perf_counter() - started)
-        stock = session.start_stock(Path(scratch)) if options.stock else None
+        stock = bench.start_stock(Path(scratch)) if options.stock else None
         try:
             for number, graphs in enumerate(options.graphs):
                 # What the engines before have not sampled.
                 left = options.tokens - results.content.get("totals", {}).get("tokens", 0)
                 last = number == len(options.graphs) - 1
-                _run_engine(session, replace(options, tokens=left if last else 0), graphs, results, started)
+                _run_engine(bench, replace(options, tokens=left if last else 0), graphs, results, started)
             if stock is not None:
                 name = "stock vLLM against plain JAX"
-                _guarded(results, name, lambda: stock.compare(session.policy, session.params, timeout=240.0), fact=True)
+                _guarded(results, name, lambda: stock.compare(bench.policy, bench.params, timeout=240.0), fact=True)
         finally:
             if stock is not None:
                 stock.stop()
@@ -117,27 +117,29 @@ def run(folder: Path, options: Options, out: Path) -> dict[str, Any]:
     return results.content["totals"]
 
 
-def _run_engine(session: Any, options: Options, graphs: bool, results: Results, started: float) -> None:
+def _run_engine(bench: Any, options: Options, graphs: bool, results: Results, started: float) -> None:
     label = f"graphs {'on' if graphs else 'off'}, seed {options.seed}"
     begin = time.perf_counter()
-    step_tokens = min(options.step_tokens[graphs], session.shapes.max_context // 2)
-    with session.engine(graphs=graphs, step_tokens=step_tokens, sizes=options.sizes) as engine:
+    shapes = bench.shapes
+    step_tokens = min(options.step_tokens[graphs], shapes.max_context // 2, shapes.token_buckets[-1])
+    with bench.engine(graphs=graphs, step_tokens=step_tokens, sizes=options.sizes) as engine:
         results.note(f"seconds, engine's start, {label}", time.perf_counter() - begin)
         results.note(f"seconds, kernels compiled, {label}", engine.describe().get("compile_seconds"))
-        _guarded(results, f"sync between rollouts, {label}", lambda: session.measure_sync(engine, options))
         cases = plan(
             options.sizes,
-            context=session.shapes.max_context,
+            context=shapes.max_context,
             step_tokens=step_tokens,
             tokens=options.tokens,
             seed=options.seed,
-            on_card=session.on_card,
+            on_card=bench.on_card,
         )
         for case in cases:
             if time.perf_counter() - started > options.seconds:
                 print(f"{label}: time is up before {case.name}", flush=True)
-                return
-            _guarded(results, f"{case.name}, {label}", lambda case=case: session.measure(engine, case))
+                break
+            _guarded(results, f"{case.name}, {label}", lambda case=case: bench.measure(engine, case))
+        # Last, since an engine whose sync fails stays shut.
+        _guarded(results, f"sync between rollouts, {label}", lambda: bench.measure_sync(engine, options))
 
 
 def _guarded(results: Results, name: str, measure: Callable[[], dict[str, Any]], *, fact: bool = False) -> None:

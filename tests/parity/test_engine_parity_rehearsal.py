@@ -13,7 +13,7 @@ from isojax import export_policy
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import engine_parity_session
+import engine_parity_bench
 from engine_parity import Options, run
 from engine_parity_cases import Sizes
 
@@ -59,13 +59,13 @@ def test_the_whole_benchmark_is_exact_on_a_policy_without_weights(folder, tmp_pa
 
 
 def test_a_trainer_with_other_weights_is_found_in_every_case(folder, tmp_path, monkeypatch):
-    compare = engine_parity_session.Session.compare
+    compare = engine_parity_bench.Bench.compare
 
     def with_another_norm(self, completions, tapped, params):
         norms = params["norms"]
         return compare(self, completions, tapped, {**params, "norms": norms.at[0, 0].set(2 * norms[0, 0])})
 
-    monkeypatch.setattr(engine_parity_session.Session, "compare", with_another_norm)
+    monkeypatch.setattr(engine_parity_bench.Bench, "compare", with_another_norm)
     totals = run(folder, OPTIONS, tmp_path / "results.json")
     assert not totals["exact"]
     assert totals["token_mismatches"] > 0

@@ -30,7 +30,7 @@ SYNC_PROMPTS, SYNC_TOKENS = 64, 32
 
 
 @dataclass
-class Session:
+class Bench:
     """One policy, its parameters on the device, and the prompts that are cut for it."""
 
     folder: Path
@@ -43,7 +43,7 @@ class Session:
     options: Any
 
     @classmethod
-    def open(cls, folder: Path, options: Any) -> Session:
+    def open(cls, folder: Path, options: Any) -> Bench:
         """Loads the policy and loads or makes its weights. options: `engine_parity.Options`."""
         contract = load_contract(folder)
         on_card = not contract.arch.startswith("cpu-")
@@ -169,13 +169,13 @@ def described(counts: ParityCounts) -> dict[str, Any]:
     return {**dataclasses.asdict(counts), "mean_token_entropy": mean, "exact": counts.exact}
 
 
-def identity(session: Session) -> dict[str, str]:
+def identity(bench: Bench) -> dict[str, str]:
     """What two calls must share for their counts to add up."""
-    contract = load_contract(session.folder)
+    contract = load_contract(bench.folder)
     return {
-        "policy": session.folder.name,
+        "policy": bench.folder.name,
         "numerical_policy": contract.identities.numerical_policy,
-        "weights": digest(session.params),
+        "weights": digest(bench.params),
         "device": device_kind(),
     }
 
