@@ -87,7 +87,9 @@ class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
         """Copies the staged pieces, or whole parameters from the trainer's own memory, into the engine's."""
         for name, array in update_info.arrays.items():
             self._weights.write(name, 0, torch.from_dlpack(array).reshape(-1))
-        if update_info.pieces and self._staged is None:
+        if not update_info.pieces:
+            return
+        if self._staged is None:
             raise RuntimeError("update_weights before init_weight_transfer_engine")
         for fields in update_info.pieces:
             piece = Piece(**fields)

@@ -114,7 +114,7 @@ def _engine_rows(completions: Sequence[Completion], tapped: TappedRows | None) -
         for index, token_index, slot in zip(tapped.completions, tapped.token_indices, tapped.slots, strict=True):
             places[index].append((token_index, slot))
         return _EngineRows(jnp.from_dlpack(tapped.rows), places)
-    rows = []
+    rows: list[np.ndarray] = []
     for index, completion in enumerate(completions):
         for token_index, row in sorted((completion.rows or {}).items()):
             places[index].append((token_index, len(rows)))
