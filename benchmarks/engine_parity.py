@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def run(folder: Path, options: Options, out: Path) -> dict[str, Any]:
-    """All of it on one policy; returns the totals of the file. Raises what the engine raises when it refuses."""
+    """All of it on one policy; returns the totals of the file. What fails is written down, and the rest still runs."""
     from engine_parity_bench import Bench, identity, proved_copy
 
     started = time.perf_counter()
@@ -106,7 +106,10 @@ def run(folder: Path, options: Options, out: Path) -> dict[str, Any]:
                 # What the engines before have not sampled.
                 left = options.tokens - results.content.get("totals", {}).get("tokens", 0)
                 last = number == len(options.graphs) - 1
-                _run_engine(bench, replace(options, tokens=left if last else 0), graphs, results, started)
+                try:
+                    _run_engine(bench, replace(options, tokens=left if last else 0), graphs, results, started)
+                except Exception as error:
+                    results.add(f"engine, graphs {'on' if graphs else 'off'}, seed {options.seed}", _failed(error))
             if stock is not None:
                 name = "stock vLLM against plain JAX"
                 _guarded(results, name, lambda: stock.compare(bench.policy, bench.params, timeout=240.0), fact=True)
@@ -147,10 +150,14 @@ def _guarded(results: Results, name: str, measure: Callable[[], dict[str, Any]],
     try:
         found = measure()
     except Exception as error:
-        traceback.print_exc()
-        found = {"error": f"{type(error).__name__}: {error}"[-2000:], "exact": False}
+        found = _failed(error)
     (results.note if fact else results.add)(name, found)
     print(f"{name}: {json.dumps(found)}", flush=True)
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    traceback.print_exception(error)
+    return {"error": f"{type(error).__name__}: {error}"[-2000:], "exact": False}
 
 
 def _memory() -> Path | None:

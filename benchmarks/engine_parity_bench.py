@@ -55,7 +55,7 @@ class Bench:
             _, params = load(options.weights or folder, policy.dtype)
             policy.check_parameters(params)
         else:
-            params = random_parameters(policy, options.seed)
+            params = random_parameters(policy, seed=0)
             params = scaled_to_entropy(policy, params, options.entropy, packing=packing_of(shapes))
         # Nothing of JAX may run while vLLM captures its graphs.
         params = jax.block_until_ready(jax.device_put(dict(params)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -66,7 +67,20 @@ def test_a_trainer_with_other_weights_is_found_in_every_case(folder, tmp_path, m
         return compare(self, completions, tapped, {**params, "norms": norms.at[0, 0].set(2 * norms[0, 0])})
 
     monkeypatch.setattr(engine_parity_bench.Bench, "compare", with_another_norm)
-    totals = run(folder, OPTIONS, tmp_path / "results.json")
-    assert not totals["exact"]
+    few = dataclasses.replace(OPTIONS, tokens=0, sizes=dataclasses.replace(SIZES, batches=(2,)))
+    totals = run(folder, few, tmp_path / "results.json")
+    assert len(totals["inexact_cases"]) == 5, "every path and the sync"
     assert totals["token_mismatches"] > 0
     assert totals["row_mismatches"] > totals["rows"] // 2
+
+
+def test_an_engine_that_does_not_start_is_written_down(folder, tmp_path, monkeypatch):
+    def refuse(self, **settings):
+        raise RuntimeError("no memory for the cache")
+
+    monkeypatch.setattr(engine_parity_bench.Bench, "engine", refuse)
+    out = tmp_path / "results.json"
+    totals = run(folder, OPTIONS, out)
+    assert (totals["exact"], totals["failed_cases"]) == (False, ["engine, graphs off, seed 0"])
+    (case,) = json.loads(out.read_text())["cases"].values()
+    assert case["error"] == "RuntimeError: no memory for the cache"
