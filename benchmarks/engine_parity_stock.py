@@ -30,20 +30,23 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, required=True, help="JSON: a list of lists of token ids")
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--eager", action="store_true", help="neither compiled nor in CUDA graphs")
     arguments = parser.parse_args()
     prompts = json.loads(arguments.prompts.read_text())
-    save(arguments.out, prompts, sample(arguments.folder, prompts, arguments.max_tokens))
+    save(arguments.out, prompts, sample(arguments.folder, prompts, arguments.max_tokens, eager=arguments.eager))
     return 0
 
 
-def sample(folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[list[int], np.ndarray]]:
+def sample(
+    folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int, *, eager: bool = False
+) -> list[tuple[list[int], np.ndarray]]:
     """Each completion's tokens, and the log-probabilities that vLLM reports for them, fp32."""
     os.environ |= {"VLLM_PLUGINS": "", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import torch
     from vllm import LLM, SamplingParams
 
-    # Compiled and with CUDA graphs, as by default. It shares the card, so its cache has a size of its own.
+    # Unless eager compiled and with CUDA graphs, as by default. It shares the card, so its cache has a size of its own.
     for_card: dict[str, Any] = {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
     engine = LLM(
         str(folder),
@@ -52,6 +55,7 @@ def sample(folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int) -> l
         max_model_len=max(map(len, prompts)) + max_tokens,
         kv_cache_memory_bytes=(8 if for_card else 1) << 30,
         seed=0,
+        enforce_eager=eager,
         **for_card,
     )
     wanted = SamplingParams(temperature=1.0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False)
