@@ -29,13 +29,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("step_kernels.json"))
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from engine_parity import proved_copy, running_engine
+    from card_engine import proved_copy, running_engine
     from timing import environment
 
     from isojax import load
 
     settings = {"max_sequences": arguments.batch, "kv_cache_bytes": 2**31, "cuda_graphs": True}
-    with proved_copy(arguments.folder) as copy, running_engine(copy, settings) as (engine, _):
+    with proved_copy(arguments.folder) as copy, running_engine(copy, settings) as engine:
         policy, params = load(copy)
         engine.sync(params)
         prompts = [[3 + (7 * row + at) % 90 for at in range(arguments.prompt)] for row in range(arguments.batch)]

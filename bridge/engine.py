@@ -17,6 +17,7 @@ from bridge.completions import (
     rows_by_request,
     sampled_values,
     sampling_params,
+    tapped_rows,
 )
 from bridge.handshake import engine_report, kernel_record
 from bridge.non_finite import Fault, fault_of_values
@@ -26,7 +27,7 @@ from bridge.weight_sync import WeightSender
 from bridge.weights import check_parameters
 from contracts import EngineReport, ExecutionContract, bits_float, check_kernels, load_contract, token_ids
 from contracts.errors import EmptyBatch, HandshakeRefused, PromptTooLong, UnsupportedRequest, WeightDigestMismatch
-from isojax.rl.rollout import Completion, Sampling
+from isojax.rl.rollout import Completion, Sampling, TappedRows
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
 
@@ -59,6 +60,8 @@ class VllmEngine:
         self._checked: set[str] = set()
         self.cached_tokens: list[int] = []
         """Prompt tokens that the last call found in the prefix cache, one count a request."""
+        self.tapped: TappedRows | None = None
+        """Full rows of the last call that asked for them on the device."""
 
     @property
     def contract(self) -> ExecutionContract:
@@ -94,7 +97,7 @@ class VllmEngine:
         expected = digest(params)
         self._digest = None
         if self._sender is None:
-            self._sender = WeightSender(self._llm)
+            self._sender = WeightSender(self._llm, same_process=not self.options.separate_process)
         self._llm.start_weight_update()
         self._sender.send(params)
         finish_weight_update(self._llm, expected)
@@ -110,9 +113,27 @@ class VllmEngine:
         self._digest = held
         return held
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
-        """Samples completions; see `RolloutEngine.generate`. Token ids in, token ids and fp32 log-probabilities out."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        full_rows: int = 0,
+        rows_on_device: bool = False,
+    ) -> list[Completion]:
+        """Samples completions; see `RolloutEngine.generate`. Token ids in, token ids and fp32 log-probabilities out.
+
+        rows_on_device: full rows are left where they were computed, in `tapped`, and the completions hold none.
+        """
         weights = self._require_ready()
+        self.tapped = None
+        if rows_on_device and self.options.separate_process:
+            raise UnsupportedRequest(
+                field="rows_on_device",
+                found="an engine in a process of its own",
+                allowed="separate_process = False",
+                reason="Its memory on the device is not this process's.",
+            )
         ids = self._checked_ids(prompts, sampling)
         pairs = itertools.product(range(len(prompts)), range(sampling.samples))
         requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
@@ -123,13 +144,16 @@ class VllmEngine:
         try:
             outputs = self._run(tokens, params)
             self._refuse_faults(requests, [sampled_values(output) for output in outputs])
-            rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows else {}
+            rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows and not rows_on_device else None
+            if full_rows and rows_on_device:
+                taken = self._rpc("isojax_take_rows_on_device")
+                self.tapped = tapped_rows(taken, [len(output.outputs[0].token_ids) for output in outputs])
         finally:
             if full_rows:
                 self._rpc("isojax_tap_rows", 0, 0)
         self._check_served()
         return [
-            completion_of(request, output, weights, rows.get(number) if full_rows else None)
+            completion_of(request, output, weights, None if rows is None else rows.get(number))
             for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
         ]
 

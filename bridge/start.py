@@ -41,7 +41,8 @@ class EngineOptions:
     completion; 0 takes the policy's own limit. max_step_tokens: tokens of one step; longer prompts are prefilled in
     chunks. max_sequences: requests run at once. kv_cache_bytes: memory for keys and values. page_size: tokens a page; 0
     takes 32 on a CPU and the sealed kernels' own on a card. prefix_cache: reuse of cached prefixes. cuda_graphs: on a
-    card, replay captured steps. sleep_mode: on a card, whether `VllmEngine.sleep` may give memory back. seed: of vLLM
+    card, replay captured steps. sleep_mode: on a card, whether `VllmEngine.sleep` may give memory back. initial_weights:
+    read the folder's weights at the start; without, it need not hold any, and the first sync brings them. seed: of vLLM
     itself; requests without a seed draw fresh ones.
     """
 
@@ -54,6 +55,7 @@ class EngineOptions:
     prefix_cache: bool = True
     cuda_graphs: bool = True
     sleep_mode: bool = False
+    initial_weights: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -127,6 +129,8 @@ def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions
             seed=options.seed,
             enforce_eager=not options.cuda_graphs,
             enable_sleep_mode=options.sleep_mode,
+            # vLLM's dummy weights have no digest, so nothing is sampled from them.
+            load_format="auto" if options.initial_weights else "dummy",
             **for_card,
         )
 

@@ -132,3 +132,9 @@ def test_dropped_weights_are_not_served_before_they_were_written_again(engine):
     with pytest.raises(WeightDigestMismatch, match="dropped by a deep sleep"):
         weights.require_known()
     weights.digest = held
+
+
+def test_vllms_dummy_weights_reach_the_parameters_alone(engine):
+    # load_format dummy overwrites every floating-point entry of the state: none may be a constant.
+    floating = {name for name, tensor in engine.model.state_dict().items() if tensor.is_floating_point()}
+    assert floating == {f"weights.{name.replace('.', '_')}" for name in engine.policy.parameter_shapes}

@@ -32,7 +32,7 @@ def _same(left, right) -> None:
 # vLLM's allocator for sleep serves one engine a process, so the second one gets a process of its own.
 @pytest.mark.parametrize(("graphs", "separate"), [(True, False), (False, True)], ids=["graphs", "eager, own process"])
 def test_after_every_kind_of_sleep_the_engine_gives_the_same_bits(graphs, separate):
-    from engine_parity import proved_copy, running_engine
+    from card_engine import proved_copy, running_engine
 
     from contracts.errors import UnsupportedRequest, WeightDigestMismatch
     from isojax import load
@@ -40,7 +40,7 @@ def test_after_every_kind_of_sleep_the_engine_gives_the_same_bits(graphs, separa
 
     settings = {"max_sequences": 16, "kv_cache_bytes": CACHE_BYTES, "sleep_mode": True}
     settings |= {"cuda_graphs": graphs, "separate_process": separate}
-    with proved_copy(FOLDERS[0]) as folder, running_engine(folder, settings) as (engine, _):
+    with proved_copy(FOLDERS[0]) as folder, running_engine(folder, settings) as engine:
         policy, params = load(folder)
         engine.sync(params)
         generator = np.random.default_rng(0)

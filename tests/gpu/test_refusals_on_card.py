@@ -33,12 +33,12 @@ pytestmark = pytest.mark.skipif(not FOLDERS, reason="ISOJAX_CARD_POLICIES names 
 
 def _engine(folder: Path) -> None:
     """isojax's own way to start it, with the handshake and a token."""
-    from engine_parity import running_engine
+    from card_engine import running_engine
 
     from isojax import load
     from isojax.rl.rollout import Sampling
 
-    with running_engine(folder, SETTINGS) as (engine, _):
+    with running_engine(folder, SETTINGS) as engine:
         _, params = load(folder)
         engine.sync(params)
         engine.generate([[5, 6, 7]], Sampling(max_tokens=1, seed=0))
@@ -58,7 +58,7 @@ ROUTES: dict[str, Callable[[Path], None]] = {"VllmEngine": _engine, "vllm.LLM": 
 @contextmanager
 def _copy() -> Iterator[Path]:
     """A policy that this card may run, whose kernels are files of its own."""
-    from engine_parity import proved_copy
+    from card_engine import proved_copy
 
     from isojax.kernels import KERNELS_FOLDER
 
@@ -73,10 +73,10 @@ def _copy() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def record() -> Callable[[str, str, BaseException | None], None]:
     """Prints an outcome and writes all of them so far."""
-    from engine_parity import card
+    from card_engine import device_kind
 
     results: dict[str, Any] = {
-        "card": card(),
+        "card": device_kind(),
         "date": date.today().isoformat(),
         "command": shlex.join(sys.argv),
         "versions": {name: version(name) for name in ("jax", "torch", "vllm")},
