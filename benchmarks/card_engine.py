@@ -1,4 +1,4 @@
-"""Engines of the benchmarks and of the card's tests: on a policy that this device is claimed for, after the handshake."""
+"""Engines of benchmarks and card tests: on a policy that this device is claimed for, after the handshake."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class EngineOptions:
     completion; 0 takes the policy's own limit. max_step_tokens: tokens of one step; longer prompts are prefilled in
     chunks. max_sequences: requests run at once. kv_cache_bytes: memory for keys and values. page_size: tokens a page; 0
     takes 32 on a CPU and the sealed kernels' own on a card. prefix_cache: reuse of cached prefixes. cuda_graphs: on a
-    card, replay captured steps. sleep_mode: on a card, whether `VllmEngine.sleep` may give memory back. initial_weights:
-    read the folder's weights at the start; without, it need not hold any, and the first sync brings them. seed: of vLLM
-    itself; requests without a seed draw fresh ones.
+    card, replay captured steps. sleep_mode: on a card, whether `VllmEngine.sleep` may give memory back.
+    initial_weights: read the folder's weights at the start; without, it need not hold any, and the first sync brings
+    them. seed: of vLLM itself; requests without a seed draw fresh ones.
     """
 
     separate_process: bool = False
