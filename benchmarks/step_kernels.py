@@ -24,6 +24,7 @@ def main() -> int:
     """Parses the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint, for a folder without weights")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of each prompt")
     parser.add_argument("--out", type=Path, default=Path("step_kernels.json"))
@@ -35,8 +36,9 @@ def main() -> int:
     from isojax import load
 
     settings = {"max_sequences": arguments.batch, "kv_cache_bytes": 2**31, "cuda_graphs": True}
+    settings["initial_weights"] = arguments.weights is None
     with proved_copy(arguments.folder) as copy, running_engine(copy, settings) as engine:
-        policy, params = load(copy)
+        policy, params = load(arguments.weights or copy)
         engine.sync(params)
         prompts = [[3 + (7 * row + at) % 90 for at in range(arguments.prompt)] for row in range(arguments.batch)]
         _profiled(engine, prompts, FEW)
