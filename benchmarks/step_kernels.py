@@ -24,26 +24,26 @@ def main() -> int:
     """Parses the command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint, for a folder without weights")
+    parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of each prompt")
     parser.add_argument("--out", type=Path, default=Path("step_kernels.json"))
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from card_engine import proved_copy, running_engine
+    from engine_parity import Options
+    from engine_parity_bench import Bench
     from timing import environment
 
-    from isojax import load
-
     settings = {"max_sequences": arguments.batch, "kv_cache_bytes": 2**31, "cuda_graphs": True}
-    settings["initial_weights"] = arguments.weights is None
+    settings["initial_weights"] = False
     with proved_copy(arguments.folder) as copy, running_engine(copy, settings) as engine:
-        policy, params = load(arguments.weights or copy)
-        engine.sync(params)
+        bench = Bench.open(copy, Options(weights=arguments.weights))
+        engine.sync(bench.params)
         prompts = [[3 + (7 * row + at) % 90 for at in range(arguments.prompt)] for row in range(arguments.batch)]
         _profiled(engine, prompts, FEW)
         few, many = (_profiled(engine, prompts, tokens) for tokens in (FEW, MANY))
-        layers = policy.config.num_layers
+        layers = bench.policy.config.num_layers
     steps = MANY - FEW
     rows = [
         {
