@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-BATCHES = (1, 8, 64)
-STEP_TOKENS = 512
-PAGE = 16
+from isojax.evidence.small_policy import PAGE, REQUESTS, STEP_TOKENS
+
+BATCHES = (1, 8, REQUESTS)
 
 
 def main() -> int:
@@ -182,38 +182,13 @@ def card() -> str:
 
 def prepare(folder: Path) -> None:
     """Exports a small random Qwen3 policy with its kernels: every region, sizes and a vocabulary that fill no tile."""
-    import jax
-
-    from isojax import Policy, PolicyConfig, export_policy
-    from isojax.kernels import KernelShapes
+    from isojax import export_policy
+    from isojax.evidence.small_policy import SHAPES, small_parameters, small_policy
     from isojax.kernels.sealing import seal_policy
-    from isojax.policy import RopeConfig
 
-    config = PolicyConfig(
-        family="qwen3",
-        vocab_size=2008,
-        hidden_size=256,
-        intermediate_size=512,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=64,
-        max_position=2048,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(10000.0),
-        attention_bias=True,
-    )
-    policy = Policy(config)
-    params = policy.init(jax.random.key(0), scale=0.1)
-    shapes = KernelShapes(
-        token_buckets=(8, 64, STEP_TOKENS),
-        head_rows=(8, 32, 64, 256),
-        trainer_tokens=(2048,),
-        page_size=PAGE,
-        max_requests=max(BATCHES),
-    )
-    kernels = seal_policy(policy, shapes, show_progress=True)
-    export_policy(folder, policy, params, {}, arch="sm90", kernels=kernels)
+    policy = small_policy()
+    kernels = seal_policy(policy, SHAPES, show_progress=True)
+    export_policy(folder, policy, small_parameters(policy), {}, arch="sm90", kernels=kernels)
     print(f"{len(kernels.modules)} kernels in {folder}")
 
 
