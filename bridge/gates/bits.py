@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from tqdm import tqdm
 
-from contracts.errors import DifferenceFound, IsojaxError
+from contracts.errors import DifferenceFound
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -46,7 +46,7 @@ def require_caught(what: str, check: Callable[[], object]) -> None:
 
 
 def check_all(name: str, parts: Iterable[tuple[str, Callable[[], object]]]) -> int:
-    """Runs every part, also after one that fails; returns how many there are.
+    """Runs every part, also after one that fails or breaks; returns how many there are.
 
     Raises DifferenceFound that lists all failures, so that one run on a card tells everything.
     """
@@ -55,8 +55,9 @@ def check_all(name: str, parts: Iterable[tuple[str, Callable[[], object]]]) -> i
         count += 1
         try:
             part()
-        except IsojaxError as error:
-            failures.append(f"{label}: {error}")
+        except Exception as error:
+            kind = "" if isinstance(error, DifferenceFound) else f"{type(error).__name__}: "
+            failures.append(f"{label}: {kind}{error}")
     if failures:
         raise failed(name, f"{len(failures)} of {count} parts fail: " + " | ".join(failures), "none", "See each part.")
     if not count:

@@ -48,19 +48,25 @@ class Histories:
 def make_histories(
     sizes: tuple[int, int, int], lengths: Sequence[int], device: torch.device, *, hazards: bool = True
 ) -> Histories:
-    """Random histories for (H, K, D); with hazards, rows of every kind, and neighbours with equal keys."""
+    """Random histories for (H, K, D); with hazards every second one has rows of every kind, and equal keys.
+
+    The longest has none: one huge score would leave nothing of the other keys, and with them of most faults.
+    """
     H, K, D = sizes
     total = sum(lengths)
+    odd = [bool((len(lengths) - 1 - number) % 2) for number in range(len(lengths))]
+    spoiled = torch.tensor(odd).repeat_interleave(torch.tensor(lengths)).to(device)[:, None, None]
     made = []
     for seed, heads in enumerate((H, K, K)):
         generator = torch.Generator(device).manual_seed(seed)
         rows = torch.randn(total, heads, D, generator=generator, device=device).bfloat16()
         if hazards:
-            # A product of two huge rows must stay finite: only values have them.
             cycle = hazardous_rows((max(total, 64), heads, D), generator)[:total]
-            rows = cycle if seed == 2 else torch.where(cycle.abs() < 2.0**20, cycle, rows)
+            # A product of two huge rows must stay finite: only values have them.
+            kinds = cycle if seed == 2 else torch.where(cycle.abs() < 2.0**20, cycle, rows)
             if seed == 1:
-                rows[1::5] = rows[:-1:5][: len(rows[1::5])]
+                kinds[1::5] = kinds[:-1:5][: len(kinds[1::5])]
+            rows = torch.where(spoiled, kinds, rows)
         made.append(torch.split(rows, list(lengths)))
     return Histories(*made)
 

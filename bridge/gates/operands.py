@@ -23,7 +23,7 @@ def make_operands(
         if name == "temperature":
             found[name] = torch.tensor(temperature, device=device)
         elif name == "targets":
-            found[name] = _targets(tokens_of(program), dict(program.constants)["vocab_size"], generator)
+            found[name] = _targets(tokens_of(program), int(dict(program.constants)["vocab_size"]), generator)
         elif name == "cos_sin":
             angles = torch.rand(buffer.shape[0], buffer.shape[1] // 2, generator=generator, device=device) * 100
             found[name] = torch.cat([angles.cos(), angles.sin()], -1)
@@ -57,9 +57,9 @@ def _targets(tokens: int, vocabulary: int, generator: torch.Generator) -> torch.
 
 def _mixed(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Exponents over 2^-18 .. 2^18, subnormals and both zeros in one row."""
-    options = {"generator": generator, "device": values.device}
-    spread = (values * 2.0 ** torch.randint(-18, 19, values.shape, **options).float()).bfloat16()
-    which = torch.rand(values.shape, **options)
+    exponents = torch.randint(-18, 19, values.shape, generator=generator, device=values.device)
+    spread = (values * 2.0 ** exponents.float()).bfloat16()
+    which = torch.rand(values.shape, generator=generator, device=values.device)
     for low, part in ((0.0, _subnormal), (0.04, _zeros)):
         spread = torch.where((which >= low) & (which < low + 0.04), part(values, generator), spread)
     return spread

@@ -53,7 +53,7 @@ def make_suite(folder: Path | None) -> GateSuite:
         opened()
 
     gates = tuple(gate(name, check) for name, check in CHECKS)
-    return GateSuite(ARCHITECTURE, gates, prepare, lambda: opened()[1])
+    return GateSuite(ARCHITECTURE, gates, prepare, lambda: opened()[1]())
 
 
 def check_card() -> None:
@@ -79,7 +79,7 @@ def planted_calls(bundle: Bundle) -> list[KernelCall]:
     return list(found)
 
 
-def _open(folder: Path | None) -> tuple[Card, Proof]:
+def _open(folder: Path | None) -> tuple[Card, Callable[[], Proof]]:
     check_card()
     # The gates share the card with JAX, whose client must not take all of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -92,17 +92,17 @@ def _open(folder: Path | None) -> tuple[Card, Proof]:
     compiler = Compiler(device)
     processes = len(os.sched_getaffinity(0))
     contract, bundle = open_unproved(folder) if folder is not None else (None, _small_bundle(processes))
-    proof = _machine(compiler, bundle)
+    machine = cache(partial(_machine, compiler, bundle))
     if contract is not None:
         # Before minutes of work that could not be recorded.
-        check_ptxas(contract, proof)
+        check_ptxas(contract, machine())
     calls = planted_calls(bundle)
     planted = dict(zip(calls, seal_calls(calls, processes=processes, show_progress=True), strict=True))
     programs: list[SealedProgram] = [*bundle.programs, *planted.values()]
     compiler.compile_all(programs, threads=processes)
     # What the trainer's lowering emits from now on, as if the policy had been loaded.
     kernel_source.LOADED.add(bundle.programs)
-    return Card(bundle, device, lambda program: Launcher(program, compiler), planted.__getitem__), proof
+    return Card(bundle, device, lambda program: Launcher(program, compiler), planted.__getitem__), machine
 
 
 def _small_bundle(processes: int) -> Bundle:
