@@ -9,7 +9,7 @@ from bridge.gates.families import row_operands, tokens_of
 from pallas_kernels.seal import SealedProgram
 
 ROW_KINDS = 8
-"""Rows repeat in this cycle: ordinary, mixed hazards, tiny, huge, subnormal, signed zeros, ties, mixed hazards."""
+"""Rows repeat in this cycle: ordinary, mixed hazards, tiny, huge, subnormal, signed zeros, ties, cancelling."""
 
 
 def make_operands(
@@ -30,8 +30,10 @@ def make_operands(
         elif name in rows:
             found[name] = hazardous_rows(buffer.shape, generator)
         else:
-            scale = buffer.shape[-1] ** -0.5 if len(buffer.shape) > 1 else 1.0
-            found[name] = _normal(buffer.shape, generator).mul_(scale).bfloat16()
+            found[name] = _weights(buffer.shape, generator)
+            if name == "bias":
+                # Where the halves are equal, a bias would hide what is left.
+                found[name][1::2] = 0
     return found
 
 
@@ -39,7 +41,7 @@ def hazardous_rows(shape: tuple[int, ...], generator: torch.Generator) -> torch.
     """bfloat16 rows in the cycle of ROW_KINDS. Raises DifferenceFound where a hazard did not occur."""
     values = _normal(shape, generator).view(shape[0], -1)
     result = values.bfloat16()
-    for kind, part in ((1, _mixed), (2, _tiny), (3, _huge), (4, _subnormal), (5, _zeros), (6, _ties), (7, _mixed)):
+    for kind, part in ((1, _mixed), (2, _tiny), (3, _huge), (4, _subnormal), (5, _zeros), (6, _ties), (7, _cancelling)):
         result[kind::ROW_KINDS] = part(values[kind::ROW_KINDS], generator)
     _require_hazards(result)
     return result.view(shape)
@@ -47,6 +49,16 @@ def hazardous_rows(shape: tuple[int, ...], generator: torch.Generator) -> torch.
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def _weights(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    if len(shape) == 1:
+        return _normal(shape, generator).bfloat16()
+    weights = _normal(shape, generator).mul_(shape[-1] ** -0.5).bfloat16()
+    # The halves of every second row are equal, so that with a cancelling row of x little but rounding is left.
+    half = shape[-1] // 2
+    weights[1::2, half : 2 * half] = weights[1::2, :half]
+    return weights
 
 
 def _targets(tokens: int, vocabulary: int, generator: torch.Generator) -> torch.Tensor:
@@ -86,6 +98,14 @@ def _zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _ties(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Half an ulp of one beside one: sums that lie between two bfloat16 values."""
     return torch.where(values < 0, 1.0, 2.0**-8).bfloat16()
+
+
+def _cancelling(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The second half undoes the first but for every 32nd value: in the sum the order of additions shows."""
+    half = values.shape[-1] // 2
+    first = values[:, :half]
+    nudge = 1 + 2.0**-7 * (torch.arange(half, device=values.device) % 32 == 0)
+    return torch.cat([first, -first.bfloat16().float() * nudge, values[:, 2 * half :]], -1).bfloat16()
 
 
 def _require_hazards(rows: torch.Tensor) -> None:
