@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from isojax import Policy, PolicyConfig, export_policy, pack, tokenizer_files
+from isojax.evidence import small_policy
 from isojax.evidence.engine_parity import entropy
 from isojax.kernels import KernelShapes
 from isojax.policy import RopeConfig
@@ -48,23 +49,8 @@ def qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> Poli
     )
 
 
-SMALL = PolicyConfig(
-    family="qwen3",
-    vocab_size=1999,
-    hidden_size=256,
-    intermediate_size=512,
-    num_layers=3,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=64,
-    max_position=2048,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(10000.0),
-    attention_bias=True,
-)
-"""Every region, with sizes and a vocabulary that fill no tile."""
 SHAPES: dict[str, Callable[[], PolicyConfig]] = {
-    "small": lambda: SMALL,
+    "small": lambda: small_policy.CONFIG,
     "qwen3_1b7": lambda: qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3_8b": lambda: qwen3(4096, 12288, 36, 32, tied=False),
 }
@@ -83,8 +69,7 @@ def prepare(folder: Path, source: str, processes: int) -> None:
         policy, tokenizer = Policy(SHAPES[source]()), {}
     shapes, params = KernelShapes(), None
     if source == "small":
-        shapes = KernelShapes((8, 64, 512), (8, 32, 64, 256), (2048,), max_requests=256)
-        params = policy.init(jax.random.key(0), scale=0.1)
+        shapes, params = small_policy.SHAPES, small_policy.small_parameters(policy)
     kernels = seal_policy(policy, shapes, processes=processes, show_progress=True)
     export_policy(folder, policy, params, tokenizer, arch="sm90", kernels=kernels)
     print(f"{len(kernels.modules)} kernels in {folder}")

@@ -70,22 +70,26 @@ class Compiler:
         digest = sealed.sha256
         if (found := self._done.get(digest)) is not None:
             return found
+        module = self.compile_anew(sealed)
+        with self._lock:
+            return self._done.setdefault(digest, module)
+
+    def compile_anew(self, sealed: SealedModule) -> CompiledModule:
+        """Compiles also what is compiled already, to see how. Raises LaunchRefused."""
         # The module is loaded into the calling thread's current CUDA context, which a new thread does not have yet.
         torch.cuda.set_device(self.device)
         torch.cuda.current_stream(self.device).synchronize()
         compiled = self._compile(sealed.module, len(sealed.module))
         if not compiled:
             raise LaunchRefused(
-                field=f"kernel {sealed.name} {digest}",
+                field=f"kernel {sealed.name} {sealed.sha256}",
                 found="a null pointer from MosaicGpuCompile",
                 allowed="a compiled module",
                 reason="The plugin gives no message. Usual causes: no CUDA context in this thread, libdevice or ptxas "
                 "not found, or more shared memory than the card has. MOSAIC_GPU_DUMP_PTX=1 and "
                 "MOSAIC_GPU_DUMP_PTXAS=1 show how far it came.",
             )
-        module = CompiledModule(digest, int(compiled[0]), _LaunchFunction(compiled[1]))
-        with self._lock:
-            return self._done.setdefault(digest, module)
+        return CompiledModule(sealed.sha256, int(compiled[0]), _LaunchFunction(compiled[1]))
 
     def compile_all(
         self, programs: Iterable[SealedProgram], *, threads: int = 8, progress: Callable[[int, int], None] | None = None

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"serve it with: vllm serve {arguments.out}")
     else:
         print(f"{len(kernels.programs)} region calls, {len(kernels.modules)} kernels, manifest {kernels.sha256}")
-        print("unproved: run `isojax verify --arch sm90` on the card")
+        print(f"unproved: run `isojax verify --arch sm90 {arguments.out}` on the card")
     return 0
 
 

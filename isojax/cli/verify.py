@@ -1,16 +1,27 @@
-"""`isojax verify`: run the gates on this machine and list what each one proves."""
+"""`isojax verify`: run the gates on this machine, list what each one proves, and record a policy's proof."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
-from isojax.evidence.gates import ARCHITECTURES, run_gates, select_gates
+from contracts import ExecutionContract
+from isojax.evidence.gates import ARCHITECTURES, GateSuite, run_gates, select_gates, select_suites
+from isojax.evidence.proof import write_proof
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="FOLDER",
+        help="with --arch sm90: prove this policy's kernels, and write that into its contract when all gates pass",
+    )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="cpu", help="whose gates to run (default: cpu)")
     parser.add_argument("--gate", metavar="NAME", action="append", help="only this one; may be given several times")
     parser.add_argument("--json", action="store_true", help="for programs: one object with a list of results")
@@ -18,17 +29,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the gates; 0 if all pass, 1 if one fails."""
+    suites = select_suites(arguments.arch, arguments.folder)
+    gates = select_gates(suites, arguments.gate)
+    for suite in suites:
+        suite.prepare()
     results = []
-    for result in run_gates(select_gates(arguments.arch, arguments.gate)):
+    for result in run_gates(gates):
         results.append(result)
         if not arguments.json:
             print(
                 f"{'pass' if result.passed else 'FAIL'}  {result.name:32} {result.seconds:6.1f} s  {result.detail}",
                 flush=True,
             )
+    passed = all(result.passed for result in results)
+    proved = None
+    if arguments.folder is not None and passed and not arguments.gate:
+        proved = _record(arguments.folder, suites)
     if arguments.json:
-        print(json.dumps({"arch": arguments.arch, "gates": [asdict(result) for result in results]}, indent=2))
-    failed = sum(not result.passed for result in results)
-    if not arguments.json:
-        print(f"{len(results) - failed} of {len(results)} gates pass")
-    return 1 if failed else 0
+        table = {"arch": arguments.arch, "gates": [asdict(result) for result in results]}
+        print(json.dumps(table | ({"proof": proved and _describe(proved)} if arguments.folder else {}), indent=2))
+    else:
+        print(f"{sum(result.passed for result in results)} of {len(results)} gates pass")
+        if arguments.folder is not None:
+            _summarise(arguments, proved)
+    return 0 if passed else 1
+
+
+def _record(folder: Path, suites: Sequence[GateSuite]) -> ExecutionContract:
+    (proof,) = (suite.proof for suite in suites if suite.proof is not None)
+    return write_proof(folder, proof())
+
+
+def _describe(proved: ExecutionContract) -> dict[str, object]:
+    return {
+        "device_kinds": list(proved.claims.device_kinds),
+        "ptxas": proved.toolchain.ptxas,
+        "kernel_manifest": proved.toolchain.kernel_manifest,
+        "numerical_policy": proved.validate_identities().numerical_policy,
+    }
+
+
+def _summarise(arguments: argparse.Namespace, proved: ExecutionContract | None) -> None:
+    if proved is None:
+        why = "only some gates ran" if arguments.gate else "a gate failed"
+        print(f"{arguments.folder}: its contract is unchanged, since {why}")
+        return
+    print(f"{arguments.folder}: proved on {', '.join(proved.claims.device_kinds)}, ptxas {proved.toolchain.ptxas}")
+    print(f"numerical policy {proved.validate_identities().numerical_policy}")
+    print("not proved here: a mesh of more than one card, and the engine as a whole (benchmarks/engine_parity.py)")

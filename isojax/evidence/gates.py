@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from contracts.errors import BadConfig, IsojaxError
 from isojax.evidence import cpu_gates
+from isojax.evidence.proof import Proof
 
 ENTRY_POINTS = "isojax.gates"
 ARCHITECTURES = ("cpu", "sm90")
@@ -24,6 +26,24 @@ class Gate:
     check: Callable[[], str]
 
 
+def _nothing() -> None:
+    """Gates that need no preparation."""
+
+
+@dataclass(frozen=True)
+class GateSuite:
+    """The gates of one architecture that one package brings.
+
+    prepare: to be called once before any check; it refuses a machine on which they can't run. proof: what their passing
+    shows about this machine, for a policy's contract; None where they are about no policy folder.
+    """
+
+    arch: str
+    gates: tuple[Gate, ...]
+    prepare: Callable[[], None] = _nothing
+    proof: Callable[[], Proof] | None = None
+
+
 @dataclass(frozen=True)
 class GateResult:
     """What one gate gave. detail: what it saw, or why it failed. seconds: wall clock."""
@@ -35,31 +55,48 @@ class GateResult:
     detail: str
 
 
-def all_gates() -> list[Gate]:
-    """The gates of this package, then those that installed packages register.
+def open_suites(folder: Path | None = None) -> list[GateSuite]:
+    """The gates of this package, then those that installed packages register; none has run or prepared anything yet.
 
-    An entry point of the group `isojax.gates` names a function that returns gates; engines register theirs so.
+    An entry point of the group `isojax.gates` names a function that takes a policy folder, or None for gates that make
+    their own policy, and returns a GateSuite.
     """
-    found = [Gate(name, "cpu", claim, check) for name, claim, check in cpu_gates.GATES]
-    for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name):
-        found.extend(point.load()())
-    return found
+    own = GateSuite("cpu", tuple(Gate(name, "cpu", claim, check) for name, claim, check in cpu_gates.GATES))
+    points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
+    return [own, *(point.load()(folder) for point in points)]
 
 
-def select_gates(arch: str, names: Sequence[str] | None = None) -> list[Gate]:
-    """The gates of an architecture, or those of the given names. Raises BadConfig for an unknown name or no gate."""
-    known = [gate for gate in all_gates() if gate.arch == arch]
-    if not known:
+def select_suites(arch: str, folder: Path | None = None) -> list[GateSuite]:
+    """The suites of an architecture. Raises BadConfig where there is none, or where none is about a policy folder."""
+    known = open_suites(folder)
+    suites = [suite for suite in known if suite.arch == arch]
+    if not suites:
         raise BadConfig(
             field="--arch",
             found=arch,
-            allowed=sorted({gate.arch for gate in all_gates()}),
+            allowed=sorted({suite.arch for suite in known}),
             reason="It has no gates here.",
         )
+    if folder is not None and not any(suite.proof for suite in suites):
+        raise BadConfig(
+            field="FOLDER",
+            found=str(folder),
+            allowed=f"none with --arch {arch}",
+            reason="These gates make policies of their own; only sealed kernels are proved for one policy.",
+        )
+    return suites
+
+
+def select_gates(suites: Sequence[GateSuite], names: Sequence[str] | None = None) -> list[Gate]:
+    """All gates of the suites, or those of the given names. Raises BadConfig for an unknown name."""
+    known = [gate for suite in suites for gate in suite.gates]
     for name in names or ():
         if name not in {gate.name for gate in known}:
             raise BadConfig(
-                field="--gate", found=name, allowed=[gate.name for gate in known], reason=f"{arch} has no such gate."
+                field="--gate",
+                found=name,
+                allowed=[gate.name for gate in known],
+                reason=f"{suites[0].arch} has no such gate.",
             )
     return [gate for gate in known if not names or gate.name in names]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+import jax
 from tqdm import tqdm
 
 from contracts.errors import BadConfig, UnsupportedModel
@@ -41,8 +42,15 @@ def seal_policy(
     for call in calls:
         # Most refusals show before anything is lowered, which takes a minute.
         _refusing(region_program, call)
+    return Bundle(seal_calls(calls, processes=processes, show_progress=show_progress), shapes)
+
+
+def seal_calls(
+    calls: Sequence[KernelCall], *, processes: int = 1, show_progress: bool = False
+) -> tuple[SealedProgram, ...]:
+    """The sealed program of every call, in order. Arguments and errors as for `seal_policy`."""
     with tqdm(_sealed(calls, processes), total=len(calls), desc="sealing", disable=not show_progress) as progress:
-        return Bundle(tuple(progress), shapes)
+        return tuple(progress)
 
 
 def _sealed(calls: Sequence[KernelCall], processes: int) -> Iterator[SealedProgram]:
@@ -50,8 +58,13 @@ def _sealed(calls: Sequence[KernelCall], processes: int) -> Iterator[SealedProgr
         yield from map(_seal, calls)
         return
     # Forked, a process would inherit JAX's threads in a state that deadlocks.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _stay_off_the_card) as pool:
         yield from pool.map(_seal, calls)
+
+
+def _stay_off_the_card() -> None:
+    # Lowering needs no device, and a context for every process would fill the memory of one.
+    jax.config.update("jax_platforms", "cpu")
 
 
 def _seal(call: KernelCall) -> SealedProgram:

@@ -2,6 +2,7 @@
 
 import torch
 
+from bridge.gates.bits import bits
 from bridge.launcher import Compiler, Launcher
 from pallas_kernels.program import Program
 from pallas_kernels.seal import seal_program
@@ -9,11 +10,6 @@ from pallas_kernels.seal import seal_program
 
 def launcher(compiler: Compiler, program: Program) -> Launcher:
     return Launcher(seal_program("test", "1", {}, program), compiler)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers, because comparing floats hides signed zeros and treats NaN as different from itself."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def assert_equal_bits(left: torch.Tensor, right: torch.Tensor, what: str) -> None:

@@ -14,7 +14,7 @@ from isojax.evidence.bisect import find_parting, load_outputs, save_outputs
 from isojax.evidence.capture import RegionOutput, capture_forward, first_non_finite
 from isojax.evidence.drift import LogProbs, load_log_probs, measure, sample, save_log_probs, score_like
 from isojax.evidence.executors import open_executor
-from isojax.evidence.gates import Gate, run_gates, select_gates
+from isojax.evidence.gates import Gate, GateSuite, run_gates, select_gates, select_suites
 from isojax.policy import pack
 from isojax.rl.report import render
 
@@ -185,26 +185,29 @@ def test_a_damaged_dump_names_its_line(tmp_path, line):
         load_log_probs(tmp_path / "dump.jsonl")
 
 
-def test_gates_pass_fail_and_are_chosen_by_name(monkeypatch):
+def test_gates_pass_fail_and_are_chosen_by_name(monkeypatch, tmp_path):
     def fails():
         raise DifferenceFound(field="rows", found=3, allowed=0, reason="They differ.")
 
-    table = [Gate("good", "cpu", "A claim.", lambda: "4 rows"), Gate("bad", "cpu", "A claim.", fails)]
-    monkeypatch.setattr(gates, "all_gates", lambda: table)
-    results = list(run_gates(select_gates("cpu")))
+    table = (Gate("good", "cpu", "A claim.", lambda: "4 rows"), Gate("bad", "cpu", "A claim.", fails))
+    monkeypatch.setattr(gates, "open_suites", lambda folder: [GateSuite("cpu", table)])
+    suites = select_suites("cpu")
+    results = list(run_gates(select_gates(suites)))
     assert [(result.name, result.passed) for result in results] == [("good", True), ("bad", False)]
     assert "They differ" in results[1].detail
-    assert [gate.name for gate in select_gates("cpu", ["bad"])] == ["bad"]
+    assert [gate.name for gate in select_gates(suites, ["bad"])] == ["bad"]
     with pytest.raises(BadConfig, match="good"):
-        select_gates("cpu", ["god"])
+        select_gates(suites, ["god"])
     with pytest.raises(BadConfig, match="sm90"):
-        select_gates("sm90")
+        select_suites("sm90")
+    with pytest.raises(BadConfig, match="FOLDER"):
+        select_suites("cpu", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, _, _ in cpu_gates.GATES])
 def test_the_gates_pass_here(name):
-    (result,) = run_gates(select_gates("cpu", [name]))
+    (result,) = run_gates(select_gates(select_suites("cpu"), [name]))
     assert result.passed, result.detail
 
 
@@ -216,14 +219,15 @@ def test_a_gate_fails_where_its_claim_is_false(monkeypatch):
         return honest(x, w, **options) * jnp.asarray(1 + 2**-7 * (len(w) < 192), x.dtype)
 
     monkeypatch.setattr(cpu_gates.pallas_kernels, "matmul", by_column_count)
-    (result,) = run_gates(select_gates("cpu", ["column_shards"]))
+    (result,) = run_gates(select_gates(select_suites("cpu"), ["column_shards"]))
     assert not result.passed
     assert "over 2 ranks" in result.detail
 
 
 def test_every_gate_says_what_it_proves():
-    assert all(gate.claim.endswith(".") for gate in gates.all_gates())
-    names = [(gate.arch, gate.name) for gate in gates.all_gates()]
+    found = [gate for suite in gates.open_suites() for gate in suite.gates]
+    assert all(gate.claim.endswith(".") for gate in found)
+    names = [(gate.arch, gate.name) for gate in found]
     assert len(set(names)) == len(names)
 
 

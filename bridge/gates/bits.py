@@ -1,0 +1,65 @@
+"""Comparing torch tensors as bit patterns, and a gate's parts one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from tqdm import tqdm
+
+from contracts.errors import DifferenceFound
+
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers, because comparing floats hides signed zeros and treats NaN as different from itself."""
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def require_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Raises DifferenceFound with the count, the place and the values of what differs."""
+    different = bits(found) != bits(expected)
+    if not bool(different.any()):
+        return
+    place = tuple(different.nonzero()[0].tolist())
+    raise failed(
+        what,
+        f"{int(different.sum())} of {found.numel()} values differ, at {place} first: {float(found[place])!r}",
+        repr(float(expected[place])),
+        "Equal operands of one schedule must give equal bits.",
+    )
+
+
+def failed(field: str, found: object, allowed: object, reason: str) -> DifferenceFound:
+    """A false claim."""
+    return DifferenceFound(field=field, found=found, allowed=allowed, reason=reason)
+
+
+def require_caught(what: str, check: Callable[[], object]) -> None:
+    """Raises DifferenceFound where the check does not fail, although a fault was planted."""
+    try:
+        check()
+    except DifferenceFound:
+        return
+    raise failed(what, "no difference", "a difference", "The planted fault was not caught: this check proves nothing.")
+
+
+def check_all(name: str, parts: Iterable[tuple[str, Callable[[], object]]]) -> int:
+    """Runs every part, also after one that fails or breaks; returns how many there are.
+
+    Raises DifferenceFound that lists all failures, so that one run on a card tells everything.
+    """
+    failures, count = [], 0
+    for label, part in tqdm(list(parts), desc=name, leave=False):
+        count += 1
+        try:
+            part()
+        except Exception as error:
+            kind = "" if isinstance(error, DifferenceFound) else f"{type(error).__name__}: "
+            failures.append(f"{label}: {kind}{error}")
+    if failures:
+        raise failed(name, f"{len(failures)} of {count} parts fail: " + " | ".join(failures), "none", "See each part.")
+    if not count:
+        raise failed(name, "nothing to check", "at least one kernel", "An empty check proves nothing.")
+    return count

@@ -1,0 +1,64 @@
+"""A row's bits don't depend on how many rows there are, on the bucket, the tile, its place or its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from bridge.gates.bits import bits, check_all, failed, require_caught
+from bridge.gates.card import Card, Launch, Operands
+from bridge.gates.families import Family, families, row_operands, tokens_of
+from bridge.gates.faults import faults_of
+from bridge.gates.operands import make_operands
+from pallas_kernels.seal import SealedProgram
+
+ATTENTION = ("attention", "paged_attention")
+
+
+def row_invariance_gate(card: Card) -> str:
+    """Rows with every hazard have the same bits in every bucket, at several places, beside several neighbours."""
+    found = [family for family in families(card.bundle.programs) if family.region not in ATTENTION]
+    check_all("row_invariance", (part for family in found for part in _parts(card, family)))
+    buckets = sum(len(family.programs) for family in found)
+    return f"{len(found)} calls at {buckets} buckets in all, each row in each; every planted fault caught"
+
+
+def _parts(card: Card, family: Family) -> Iterator[tuple[str, Callable[[], object]]]:
+    yield str(family), partial(_check, card, family)
+
+
+def _check(card: Card, family: Family) -> None:
+    operands = make_operands(family.largest, card.device)
+    # Never from a launch with a fault: where there is one bucket alone, the fault would be on both sides.
+    expected = card.launch(family.largest, operands)
+    for program in family.programs:
+        compare_bucket(card.launch, program, operands, expected)
+    for fault in faults_of(family.smallest):
+        launch = fault.launch(card, family.smallest)
+        require_caught(fault.name, partial(compare_bucket, launch, family.smallest, operands, expected))
+
+
+def compare_bucket(
+    launch: Launch, program: SealedProgram, operands: Operands, expected: tuple[torch.Tensor, ...]
+) -> None:
+    """Every row of the largest bucket goes through this one, in its order and in a shuffled one."""
+    tokens, total = tokens_of(program), len(expected[0])
+    rows = row_operands(program)
+    shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(tokens))
+    for order in (torch.arange(total), shuffled):
+        # The last batch is filled up with the first rows.
+        order = torch.cat([order, order[: -total % tokens]]).to(expected[0].device)
+        different = torch.zeros((), dtype=torch.int64, device=order.device)
+        for part in order.split(tokens):
+            chosen = {name: value[part] if name in rows else value for name, value in operands.items()}
+            for result, whole in zip(launch(program, chosen), expected, strict=True):
+                different += (bits(result) != bits(whole[part])).sum()
+        if int(different):
+            raise failed(
+                f"{program.region} at {tokens} rows",
+                f"{int(different)} values differ from the bucket of {total} rows",
+                "0",
+                "A row's bits depend on its bucket, its place or its neighbours.",
+            )

@@ -1,0 +1,61 @@
+"""The trainer's XLA call and the engine's launch of one sealed program give equal bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import torch
+
+from bridge.gates.bits import check_all, require_caught, require_equal
+from bridge.gates.card import Card, Launch, Operands
+from bridge.gates.families import Family, families
+from bridge.gates.faults import faults_of
+from bridge.gates.inputs import operands_of
+from pallas_kernels.region import REGIONS
+from pallas_kernels.seal import SealedProgram
+
+ENGINE_ONLY = ("paged_attention",)
+"""Regions that no trainer calls."""
+
+
+def trainer_and_engine_gate(card: Card) -> str:
+    """XLA's custom call of a region and the engine's launch give equal bits for every call that a trainer makes."""
+    found = [family for family in families(card.bundle.programs) if family.region not in ENGINE_ONLY]
+    count = check_all("trainer_and_engine", (part for family in found for part in _parts(card, family)))
+    return f"{count} programs of {len({family.region for family in found})} regions; every planted fault caught"
+
+
+def _parts(card: Card, family: Family) -> Iterator[tuple[str, Callable[[], object]]]:
+    for program in family.ends:
+        yield f"{family}", partial(_check, card, program, program is family.largest)
+
+
+def _check(card: Card, program: SealedProgram, many_rows: bool) -> None:
+    operands = operands_of(card, program)
+    expected = run_in_xla(program, operands)
+
+    def compare(launch: Launch) -> None:
+        for found, other in zip(launch(program, operands), expected, strict=True):
+            require_equal(found, other, f"{program.region}: torch against XLA")
+
+    compare(card.launch)
+    for fault in faults_of(program, _longest(operands)):
+        # In a few rounded values of the smallest bucket a subtle fault may not show.
+        if fault.coarse or many_rows:
+            require_caught(fault.name, partial(compare, fault.launch(card, program)))
+
+
+def run_in_xla(program: SealedProgram, operands: Operands) -> tuple[torch.Tensor, ...]:
+    """The region's primitive under jit on this device: on a card the custom call of the loaded sealed bytes."""
+    region, constants = REGIONS[program.region], dict(program.constants)
+    if operands[program.operands[0]].is_cuda:
+        torch.cuda.synchronize()
+    arrays = [jax.dlpack.from_dlpack(operands[name]) for name in program.operands]
+    results = jax.block_until_ready(jax.jit(lambda *given: region.bind(*given, **constants))(*arrays))
+    return tuple(torch.from_dlpack(result) for result in (results if isinstance(results, tuple) else (results,)))
+
+
+def _longest(operands: Operands) -> int:
+    return int(operands["positions"].max()) + 1 if "positions" in operands else 0

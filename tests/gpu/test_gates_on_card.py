@@ -1,0 +1,33 @@
+"""Every gate of `isojax verify --arch sm90` on a card, over the small policy or those of ISOJAX_CARD_POLICIES."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from bridge.gates import sm90_suite
+from bridge.gates.suite import CHECKS
+
+# Before JAX starts: the gates share the card with it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").split(":") if name]
+
+
+@pytest.fixture(scope="module", params=[None, *FOLDERS], ids=lambda folder: folder.name if folder else "small")
+def suite(request):
+    made = sm90_suite(request.param)
+    made.prepare()
+    return made
+
+
+@pytest.mark.parametrize("name", [name for name, _ in CHECKS])
+def test_a_gate_passes(suite, name):
+    (gate,) = (gate for gate in suite.gates if gate.name == name)
+    print(gate.check())
+
+
+def test_the_machine_is_known(suite):
+    proof = suite.proof()
+    assert proof.ptxas.count(".") == 2
+    assert proof.device_kind.startswith("NVIDIA")
