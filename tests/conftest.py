@@ -7,6 +7,7 @@ import tempfile
 import pytest
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+INTERPRETER_THREADS = "8"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +35,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from pallas_kernels.seal import SEALING_JAX
 
     if jax.__version__ == SEALING_JAX:
+        # Before the first computation. Pallas's interpreter runs a block's warpgroups on threads of XLA's pool, which
+        # wait there at barriers: with fewer threads than warpgroups, as on two CPUs, it can wait for ever.
+        os.environ.setdefault("NPROC", INTERPRETER_THREADS)
         return
     reason = f"kernels are sealed with jax {SEALING_JAX} only, found {jax.__version__}: see `make seal-env`"
     for item in items:

@@ -1,7 +1,7 @@
 """Runs a program in Pallas's GPU interpreter, which executes the kernels' own source and watches for data races.
 
-In jax 0.11.2 it executes wgmma at once and does not watch what it reads. A pipeline whose producer overtakes its
-consumers fails nevertheless, because a barrier then completes a phase that nobody has waited for.
+In jax 0.11.2 it executes wgmma at once and does not watch what wgmma reads, so of a pipeline's races it finds those
+between copies and the kernels' own loads and stores. It needs a thread a warpgroup: see NPROC in conftest.py.
 """
 
 import dataclasses

@@ -1,7 +1,5 @@
 """The real kernel sources, run in Pallas's GPU interpreter on small shapes: right, and free of data races."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,43 +75,23 @@ def test_a_tile_that_is_read_before_its_copy_has_arrived_is_a_race(monkeypatch):
 
     from pallas_kernels.lm_head import hopper
 
-    monkeypatch.setattr(hopper, "plgpu", _WithoutWaiting(hopper.plgpu, inside_of="kernel"))
+    monkeypatch.setattr(hopper, "plgpu", _WithoutWaiting(hopper.plgpu))
     program = hopper.log_prob_rows_program(8, 64, 256, vocab_size=256)
     with pytest.raises(RaceFound, match="step blocks"):
         _run(program, _normal(0, 8, 64), _normal(1, 256, 64), jnp.float32(1.0))
 
 
-@pytest.mark.parametrize("form", ["small", "large"])
-def test_a_producer_that_overtakes_its_consumers_is_caught(form, monkeypatch):
-    """The planted fault: stages are filled again without waiting until they were left, which is done in a `pl.when`."""
-    from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import reset_gpu_interpret_mode_state
-
-    from pallas_kernels.matmul import hopper_large, hopper_small
-    from pallas_kernels.matmul.hopper import matmul_program
-
-    module = {"small": hopper_small, "large": hopper_large}[form]
-    T, tile = _matmul_tiles()[form]
-    monkeypatch.setattr(module, "plgpu", _WithoutWaiting(module.plgpu, inside_of="_"))
-    try:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="Barrier completed phase 1, but no threads observed"):
-            _run(matmul_program(T, 128, 512, leaves=4, tile=tile), _normal(0, T, 512), _normal(1, 128, 512))
-    finally:
-        reset_gpu_interpret_mode_state()
-
-
 class _WithoutWaiting:
-    """Pallas whose `barrier_wait` does nothing where a function of this name calls it."""
+    """Pallas whose `barrier_wait` does nothing."""
 
-    def __init__(self, original, inside_of):
+    def __init__(self, original):
         self._original = original
-        self._inside_of = inside_of
 
     def __getattr__(self, name):
         return getattr(self._original, name)
 
     def barrier_wait(self, barrier):
-        if inspect.currentframe().f_back.f_code.co_name != self._inside_of:
-            self._original.barrier_wait(barrier)
+        pass
 
 
 def _row_programs():
