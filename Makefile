@@ -54,7 +54,7 @@ demo: $(READY)
 
 # What needs the sealing JAX is skipped by the first call and is all that the second one runs.
 test: $(READY) $(if $(SEAL_PYTHON),$(SEAL_READY))
-	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 ifneq ($(SEAL_PYTHON),)
 	$(SEAL_BIN)/python -m pytest -n 2 --dist loadfile -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
 else

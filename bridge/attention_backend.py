@@ -271,6 +271,11 @@ def step_metadata() -> Any:
     return next(iter(metadata.values())) if isinstance(metadata, dict) else metadata
 
 
+def cached_layer(layer: int) -> CachedAttentionLayer:
+    """The running engine's layer of this index."""
+    return get_forward_context().no_compile_layers[PREFIX.format(layer=layer)]
+
+
 _library = torch.library.Library("isojax", "FRAGMENT")
 _library.define("cached_attention(Tensor q, Tensor k, Tensor v, Tensor positions, int layer) -> Tensor")
 
@@ -278,7 +283,7 @@ _library.define("cached_attention(Tensor q, Tensor k, Tensor v, Tensor positions
 def _cached_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    owner = get_forward_context().no_compile_layers[PREFIX.format(layer=layer)]
+    owner = cached_layer(layer)
     return owner.impl.forward(owner, q, k, v, owner.kv_cache, step_metadata(), positions=positions)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bridge.batch_view import RECORD
-from isojax.rl.rollout import Completion, Sampling, request_seed
+from isojax.rl.rollout import Completion, Sampling, TappedRows, request_seed
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -86,6 +86,20 @@ def prompt_scores(sequence: Sequence[int], output: RequestOutput) -> np.ndarray:
     """fp32 log-probability of every token of a prompt but the first."""
     entries = zip(sequence[1:], (output.prompt_logprobs or [None])[1:], strict=True)
     return np.array([entry[int(token)].logprob for token, entry in entries if entry], np.float32)
+
+
+def tapped_rows(taken: Mapping[str, Any], lengths: Sequence[int]) -> TappedRows:
+    """What `RowTap.take_on_device` returned, over completions of these lengths."""
+    owners = enumerate(zip(taken["records"], taken["token_indices"], strict=True))
+    # A step that was scheduled ahead may have tapped a row behind the last token: it is left out.
+    kept = [(slot, record, index) for slot, (record, index) in owners if index < lengths[record]]
+    return TappedRows(
+        rows=taken["rows"],
+        slots=tuple(slot for slot, _, _ in kept),
+        completions=tuple(record for _, record, _ in kept),
+        token_indices=tuple(index for _, _, index in kept),
+        chunk_ends=taken["chunk_ends"],
+    )
 
 
 def rows_by_request(taken: Mapping[str, Any]) -> dict[int, dict[int, np.ndarray]]:

@@ -17,6 +17,7 @@ from bridge.completions import (
     rows_by_request,
     sampled_values,
     sampling_params,
+    tapped_rows,
 )
 from bridge.handshake import engine_report, kernel_record
 from bridge.non_finite import Fault, fault_of_values
@@ -26,7 +27,7 @@ from bridge.weight_sync import WeightSender
 from bridge.weights import check_parameters
 from contracts import EngineReport, ExecutionContract, bits_float, check_kernels, load_contract, token_ids
 from contracts.errors import EmptyBatch, HandshakeRefused, PromptTooLong, UnsupportedRequest, WeightDigestMismatch
-from isojax.rl.rollout import Completion, Sampling
+from isojax.rl.rollout import Completion, Sampling, TappedRows
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
 
@@ -55,9 +56,12 @@ class VllmEngine:
         self._sender: WeightSender | None = None
         self._digest: str | None = None
         self._reported = False
+        self._asleep = False
         self._checked: set[str] = set()
         self.cached_tokens: list[int] = []
         """Prompt tokens that the last call found in the prefix cache, one count a request."""
+        self.tapped: TappedRows | None = None
+        """Full rows of the last call that asked for them on the device."""
 
     @property
     def contract(self) -> ExecutionContract:
@@ -77,8 +81,10 @@ class VllmEngine:
         """Gives the engine packed parameters through vLLM's weight transfer; returns the digest of what it now holds.
 
         Raises BadCheckpoint for names, shapes or dtypes that are not the policy's, UnsupportedRequest while requests
-        run, and WeightDigestMismatch if the engine then holds something else or keeps cached keys of the old weights.
+        run or it sleeps, and WeightDigestMismatch if the engine then holds something else or keeps cached keys of the
+        old weights.
         """
+        self._require_awake()
         check_parameters(params, self._policy)
         running = self._llm.llm_engine.get_num_unfinished_requests()
         if running:
@@ -91,7 +97,7 @@ class VllmEngine:
         expected = digest(params)
         self._digest = None
         if self._sender is None:
-            self._sender = WeightSender(self._llm)
+            self._sender = WeightSender(self._llm, same_process=not self.options.separate_process)
         self._llm.start_weight_update()
         self._sender.send(params)
         finish_weight_update(self._llm, expected)
@@ -107,9 +113,27 @@ class VllmEngine:
         self._digest = held
         return held
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
-        """Samples completions; see `RolloutEngine.generate`. Token ids in, token ids and fp32 log-probabilities out."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        full_rows: int = 0,
+        rows_on_device: bool = False,
+    ) -> list[Completion]:
+        """Samples completions; see `RolloutEngine.generate`. Token ids in, token ids and fp32 log-probabilities out.
+
+        rows_on_device: full rows are left where they were computed, in `tapped`, and the completions hold none.
+        """
         weights = self._require_ready()
+        self.tapped = None
+        if rows_on_device and self.options.separate_process:
+            raise UnsupportedRequest(
+                field="rows_on_device",
+                found="an engine in a process of its own",
+                allowed="separate_process = False",
+                reason="Its memory on the device is not this process's.",
+            )
         ids = self._checked_ids(prompts, sampling)
         pairs = itertools.product(range(len(prompts)), range(sampling.samples))
         requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
@@ -120,13 +144,16 @@ class VllmEngine:
         try:
             outputs = self._run(tokens, params)
             self._refuse_faults(requests, [sampled_values(output) for output in outputs])
-            rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows else {}
+            rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows and not rows_on_device else None
+            if full_rows and rows_on_device:
+                taken = self._rpc("isojax_take_rows_on_device")
+                self.tapped = tapped_rows(taken, [len(output.outputs[0].token_ids) for output in outputs])
         finally:
             if full_rows:
                 self._rpc("isojax_tap_rows", 0, 0)
         self._check_served()
         return [
-            completion_of(request, output, weights, rows.get(number) if full_rows else None)
+            completion_of(request, output, weights, None if rows is None else rows.get(number))
             for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
         ]
 
@@ -147,8 +174,55 @@ class VllmEngine:
         self._refuse_faults(requests, [(0, score.tolist()) for score in scores])
         return scores
 
+    def sleep(self, level: int = 1) -> None:
+        """Gives the card's memory back until `wake_up`: the cache is dropped, the weights move to host memory (level 1)
+        or are dropped as well (level 2).
+
+        Raises UnsupportedRequest for another level, without the setting sleep_mode, or while asleep.
+        """
+        self._require_awake()
+        if not self.options.sleep_mode or level not in (1, 2):
+            raise UnsupportedRequest(
+                field="sleep",
+                found=f"level {level}, engine.settings.sleep_mode {str(self.options.sleep_mode).lower()}",
+                allowed="level 1 or 2 of an engine that was started with sleep_mode",
+                reason="vLLM allocates memory that it can give back only where it was told so at the start.",
+            )
+        self._asleep = True
+        if level == 2:
+            self._digest = None
+        self._llm.sleep(level=level)
+
+    def wake_up(self) -> None:
+        """Takes the memory back, at the same addresses, with an empty cache; no-op for an engine that is awake.
+
+        After level 2 nothing is generated before the next `sync`. Raises WeightDigestMismatch if other weights come
+        back than went to sleep.
+        """
+        if not self._asleep:
+            return
+        self._llm.wake_up()
+        self._asleep = False
+        self._empty_prefix_cache()
+        if self._digest is None:
+            return
+        expected, self._digest = self._digest, None
+        held = self._rpc("isojax_weight_digest", True)
+        if held != expected:
+            raise WeightDigestMismatch(
+                field="weight digest after waking up",
+                found=held,
+                allowed=expected,
+                reason="The weights did not survive the sleep; it refuses to generate until a sync succeeds.",
+            )
+        self._digest = expected
+
     def close(self) -> None:
         """Stops vLLM and removes the staging file. The engine cannot be used afterwards."""
+        if self._asleep:
+            # Memory that was given back cannot be freed once more.
+            self._llm.wake_up()
+            self._asleep = False
         if self._sender is not None:
             self._sender.close()
         stop_vllm(self._llm)
@@ -168,7 +242,17 @@ class VllmEngine:
         self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
         return outputs
 
+    def _require_awake(self) -> None:
+        if self._asleep:
+            raise UnsupportedRequest(
+                field="engine",
+                found="asleep",
+                allowed="awake: engine.wake_up() first",
+                reason="Its memory on the card belongs to somebody else.",
+            )
+
     def _require_ready(self) -> str:
+        self._require_awake()
         if not self._reported:
             raise HandshakeRefused(
                 field="handshake",
@@ -263,4 +347,5 @@ class VllmEngine:
         self._checked |= set(new)
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
+        self._require_awake()
         return self._llm.collective_rpc(method, args=arguments)[0]

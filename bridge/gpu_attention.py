@@ -1,4 +1,4 @@
-"""Paged attention inside vLLM on a card: metadata stays on the device, one op writes the cache and reads it."""
+"""Paged attention inside vLLM on a card: metadata stays on the device, one op writes the cache, one reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from bridge.attention_backend import IsojaxAttentionBackend
+from bridge.attention_backend import IsojaxAttentionBackend, cached_layer, step_metadata
 from bridge.step_inputs import BatchTensors, StepOperands
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class GpuMetadataBuilder(AttentionMetadataBuilder[GpuStepMetadata]):
 
 
 class GpuCachedAttention(AttentionImpl):
-    """Writes a step's keys and values into one layer's cache, then attends over it: one call, nothing in between."""
+    """Puts a step's rotated keys and values into one layer's cache, then attends over it; see `bridge.graphs`."""
 
     def __init__(self, scale: float, split: int) -> None:
         """scale: of the scores. split: keys a split of the online softmax, as in the contract."""
@@ -99,30 +99,34 @@ class GpuCachedAttention(AttentionImpl):
         """Lets go of the cache, so that vLLM can free it."""
         self._key_pages = self._value_pages = None
 
-    def forward(  # type: ignore[override]
+    def write(
         self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: GpuStepMetadata | None,
-        output: torch.Tensor | None = None,
-        *args: Any,
-        positions: torch.Tensor,
-        **kwargs: Any,
+        qkv: torch.Tensor,
+        cos_sin: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        **parameters: Any,
     ) -> torch.Tensor:
-        """Attention of the step's queries. query: [T, H, D]; key, value: [T, K, D]; positions: int32 [T]. -> [T, H, D]
+        """Queries of the step's projection, after norm and rotation; its keys and values are then in the cache.
 
-        While vLLM profiles there is no metadata and no cache; the result is then zeros of the right shape.
+        qkv: [T, (H + 2K) * D]; cos_sin: fp32 [T, D]; norms: [D]; parameters: of the region. -> [T, H, D]. While vLLM
+        profiles there is no cache; the result is then zeros of the right shape.
         """
-        if attn_metadata is None:
+        found = self._pages_and_step()
+        if found is None:
+            tokens, head = cos_sin.shape
+            return qkv.new_zeros(tokens, qkv.shape[1] // head - 2 * parameters["key_heads"], head)
+        keys, values, step = found
+        return torch.ops.isojax.paged_qk_norm_rope(
+            qkv, cos_sin, step.slots_T, keys, values, q_norm, k_norm, **parameters
+        )
+
+    def attend(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Attention of the step's queries. query: [T, H, D]; positions: int32 [T]. -> [T, H, D], zeros in profiling."""
+        found = self._pages_and_step()
+        if found is None:
             return torch.zeros_like(query)
-        keys, values, step = self._key_pages, self._value_pages, attn_metadata.operands
-        if keys is None or values is None or step is None:
-            raise RuntimeError("attention before the KV cache was bound, or outside of the model's forward")
-        for pages, rows in ((keys, key), (values, value)):
-            pages.view(-1, *pages.shape[2:]).index_copy_(0, step.slots_N, rows[: step.slots_N.shape[0]])
+        keys, values, step = found
         return torch.ops.isojax.paged_attention(
             query,
             keys,
@@ -133,3 +137,42 @@ class GpuCachedAttention(AttentionImpl):
             scale=self.scale,
             split=self.split,
         )
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """vLLM's own entry, which nothing calls: the graph calls `write` and `attend`."""
+        raise NotImplementedError("the policy's graph calls write and attend; vLLM's attention layers are not used")
+
+    def _pages_and_step(self) -> tuple[torch.Tensor, torch.Tensor, StepOperands] | None:
+        metadata: GpuStepMetadata | None = step_metadata()
+        if metadata is None:
+            return None
+        if self._key_pages is None or self._value_pages is None or metadata.operands is None:
+            raise RuntimeError("attention before the KV cache was bound, or outside of the model's forward")
+        return self._key_pages, self._value_pages, metadata.operands
+
+
+def _write(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    layer: int,
+    key_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    return cached_layer(layer).impl.write(qkv, cos_sin, q_norm, k_norm, key_heads=key_heads, eps=eps)
+
+
+def _attend(q: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
+    return cached_layer(layer).impl.attend(q, positions)
+
+
+_library = torch.library.Library("isojax", "FRAGMENT")
+_library.define(
+    "write_cache(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int layer, int key_heads, float eps)"
+    " -> Tensor"
+)
+_library.define("attend_cache(Tensor q, Tensor positions, int layer) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("write_cache", _write, _device)
+    _library.impl("attend_cache", _attend, _device)

@@ -69,7 +69,7 @@ class GpuPolicyModel(nn.Module):
             shapes.token_buckets, vllm_config.scheduler_config.max_num_batched_tokens, "max_num_batched_tokens"
         )
         buckets = [bucket for bucket in shapes.token_buckets if bucket <= largest]
-        graphs = PolicyGraphs.translate(policy, str(device))
+        graphs = PolicyGraphs.translate(policy, str(device), write_with_rope=True)
         self.weights = EngineWeights(policy, widened=frozenset(), plain=policy.parameter_shapes.keys(), device=device)
         self._temperature = bits_float(self.contract.semantics.temperature)
         table = torch.from_numpy(np.array(policy.buffers["rope_table"]))

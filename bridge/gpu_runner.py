@@ -32,16 +32,24 @@ class PolicyModelState(DefaultModelState):
         self.slots = RequestSlots(self.max_num_reqs, vllm_config.model_config.seed)
         self.serving = False
         """Set by the worker after vLLM's warm-up, whose requests use every sampling parameter there is."""
+        self.resumed_requests = 0
+        """Requests that were preempted after a token was sampled and are computed again from their prompt on."""
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Raises RefusedRequest for sampling parameters outside of the contract."""
+        """Raises RefusedRequest for sampling parameters outside of the contract, WeightDigestMismatch without weights.
+
+        Weights are unknown after a deep sleep, where vLLM would go on with whatever the memory holds.
+        """
         super().add_request(req_index, new_req_data)
         params = new_req_data.sampling_params
         if params is None:
             return
         if self.serving:
             check_sampling_params(params)
+            cast("GpuPolicyModel", self.model).weights.require_known()
         self.slots.add(req_index, params)
+        known, prompt = new_req_data.prefill_token_ids, new_req_data.prompt_token_ids
+        self.resumed_requests += known is not None and prompt is not None and len(known) > len(prompt)
 
     def custom_sampler(self, sampler: Sampler) -> tuple[Sampler, None]:
         """vLLM's hook: the sampler that takes the place of the given one."""

@@ -18,6 +18,11 @@ class IsojaxGpuWorker(PolicyWorker, Worker):
         cast("Any", self.model_runner).model_state.serving = True
         return result
 
+    def isojax_describe(self) -> dict[str, Any]:
+        """What runs here, and how many requests came back after vLLM had preempted them."""
+        resumed = cast("Any", self.model_runner).model_state.resumed_requests
+        return {**super().isojax_describe(), "resumed_requests": resumed}
+
     def sleep(self, level: int = 1) -> None:
         """Frees the cache and, by level, moves (1) or drops (2) the weights. Addresses stay, so captured graphs do too.
 

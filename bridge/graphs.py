@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import torch
 from torch import fx
 
-import bridge.attention_backend  # noqa: F401  (registers torch.ops.isojax.cached_attention)
+import bridge.attention_backend
+import bridge.gpu_attention  # noqa: F401  (both register the engine's ops)
 from bridge.torch_ops import op_of
 from bridge.translate import Replacement, bind_parameters, replace_region, translate
 from pallas_kernels.region import REGIONS
@@ -38,16 +40,17 @@ class PolicyGraphs:
     plain: frozenset[str]
 
     @classmethod
-    def translate(cls, policy: Policy, device: str = "cpu") -> PolicyGraphs:
+    def translate(cls, policy: Policy, device: str = "cpu", *, write_with_rope: bool = False) -> PolicyGraphs:
         """Traces the policy at a symbolic token count and puts the cached attention in the attention region's place.
 
-        device: of the constants that the graphs hold.
+        device: of the constants that the graphs hold. write_with_rope: keys and values go to the cache where they are
+        rotated, as the kernels of a card do, and not where attention starts.
         """
         (rows,) = jax.export.symbolic_shape("t")
         integers = jax.ShapeDtypeStruct((rows,), jnp.int32)
         buffers = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in policy.buffers.items()}
         hidden = translate(policy.hidden, policy.parameter_shapes, buffers, *[integers] * 3, device=device)
-        hidden = replace_region(hidden, "attention", _cached)
+        hidden = _write_with_rope(hidden) if write_with_rope else replace_region(hidden, "attention", _cached)
         _erase_unused_inputs(hidden)
         states = jax.ShapeDtypeStruct((rows, policy.config.hidden_size), policy.parameter_shapes["embed"].dtype)
         temperature = jax.ShapeDtypeStruct((), jnp.float32)
@@ -86,16 +89,54 @@ class PolicyGraphs:
 
 def region_names(*graphs: fx.GraphModule) -> list[str]:
     """The regions that the engine's graphs call, each once, in alphabetical order."""
-    cached = torch.ops.isojax.cached_attention.default
     targets = {node.target for module in graphs for node in module.graph.nodes}
     names = {name for name, region in REGIONS.items() if op_of(region) in targets}
-    # The engine's own op around the region of the same bits.
-    return sorted(names | ({"paged_attention"} if cached in targets else set()))
+    return sorted(names | {name for target, name in _engine_ops().items() if target in targets})
+
+
+def _engine_ops() -> dict[object, str]:
+    """The engine's own ops around a region of the same bits."""
+    ops = torch.ops.isojax
+    return {
+        ops.cached_attention.default: "paged_attention",
+        ops.write_cache.default: "paged_qk_norm_rope",
+        ops.attend_cache.default: "paged_attention",
+    }
 
 
 def _cached(call: RegionCall) -> Replacement:
     operands = [call.operands[name] for name in ("q", "k", "v", "positions", "layer")]
     return Replacement(torch.ops.isojax.cached_attention.default, tuple(operands))
+
+
+def _write_with_rope(hidden: fx.GraphModule) -> fx.GraphModule:
+    """Both regions that a layer's cache takes part in become the engine's own ops.
+
+    Raises ValueError where attention does not read what the rotation of its own layer gives.
+    """
+    rope, attention = op_of(REGIONS["qk_norm_rope"]), op_of(REGIONS["attention"])
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(hidden.graph, {}))
+    for node in [node for node in graph.nodes if node.target is attention]:
+        parts = [node.kwargs[name] for name in ("q", "k", "v")]
+        source = parts[0].args[0]
+        if source.target is not rope or any(
+            part.target is not operator.getitem or part.args != (source, index) for index, part in enumerate(parts)
+        ):
+            raise ValueError(f"{node.name} reads queries, keys and values of {parts}, not those of one qk_norm_rope")
+        given, layer = source.kwargs, node.kwargs["layer"]
+        operands = (given["qkv"], given["cos_sin"], given.get("q_norm"), given.get("k_norm"), layer)
+        with graph.inserting_before(node):
+            query = graph.call_function(
+                torch.ops.isojax.write_cache.default, (*operands, given["key_heads"], given["eps"])
+            )
+            attended = graph.call_function(
+                torch.ops.isojax.attend_cache.default, (query, node.kwargs["positions"], layer)
+            )
+        node.replace_all_uses_with(attended)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return fx.GraphModule(hidden, graph, class_name=type(hidden).__name__)
 
 
 def _is_only_weight(node: fx.Node) -> bool:

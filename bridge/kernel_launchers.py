@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TRAINER_REGIONS = ("attention", "token_log_probs")
+TRAINER_REGIONS = ("attention", "qk_norm_rope", "token_log_probs")
 """Regions that only a trainer calls: an engine need not compile their kernels."""
 HEAD_REGION = "log_prob_rows"
 """The region whose rows are padded to buckets of their own, since few rows of a step become log-probabilities."""
@@ -70,9 +70,11 @@ class KernelLaunchers:
 
         Raises LaunchRefused for a call without kernels, with the sizes that there are.
         """
-        bounded = self._bounded.get(region, frozenset())
-        shapes = (tuple(x.shape[1:] if index in bounded else x.shape) for index, x in enumerate(operands))
-        values = tuple(parameters[name] for name in REGIONS[region].parameters)
+        if bounded := self._bounded.get(region):
+            shapes = [x.shape[1:] if index in bounded else x.shape for index, x in enumerate(operands)]
+        else:
+            shapes = [x.shape for x in operands]
+        values = tuple([parameters[name] for name in REGIONS[region].parameters])
         found = self._launches.get((region, values, *shapes))
         if found is None:
             raise self._missing(region, operands, parameters)

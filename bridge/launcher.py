@@ -112,6 +112,8 @@ class Launcher:
     def __init__(self, program: SealedProgram, compiler: Compiler) -> None:
         self.program = program
         self.device = compiler.device
+        # A number, since comparing devices and asking torch for a stream object cost more than the launch itself.
+        self._device_index = -1 if self.device.type == "cpu" else self.device.index
         self.digests = program.digests
         self._operands = tuple(
             (name, *_expected(program.buffers[name]), program.buffers[name].leading_at_most)
@@ -134,23 +136,29 @@ class Launcher:
         """Runs on torch's current stream. Raises LaunchRefused naming the tensor that does not fit."""
         if len(operands) != len(self._operands):
             self._refuse("operands", len(operands), len(self._operands), "The region takes a fixed list of tensors.")
+        tensors = [*operands]
+        addresses = []
         for tensor, (name, shape, dtype, at_most) in zip(operands, self._operands, strict=True):
+            address = tensor.data_ptr()
             if (
                 (tensor.shape != shape and not (at_most and _fits(tensor.shape, shape)))
-                or tensor.dtype != dtype
-                or tensor.device != self.device
+                or tensor.dtype is not dtype
+                or tensor.get_device() != self._device_index
                 or not tensor.is_contiguous()
-                or tensor.data_ptr() % ALIGNMENT
+                or address % ALIGNMENT
             ):
                 self._explain(tensor, name, shape, dtype, at_most)
-        tensors = [*operands]
-        tensors.extend(torch.empty(shape, dtype=dtype, device=self.device) for _, shape, dtype in self._allocated)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+            addresses.append(address)
+        for _, shape, dtype in self._allocated:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensors.append(tensor)
+            addresses.append(tensor.data_ptr())
+        stream = raw_stream(self._device_index)
         for module, used, pointers in self._steps:
             for position, slot in enumerate(used):
-                pointers[position] = tensors[slot].data_ptr()
+                pointers[position] = addresses[slot]
             module.launch(module.function, stream, pointers)
-        return tuple(tensors[slot] for slot in self._results)
+        return tuple([tensors[slot] for slot in self._results])
 
     def _explain(self, tensor: torch.Tensor, name: str, shape: torch.Size, dtype: torch.dtype, at_most: bool) -> None:
         if at_most and not _fits(tensor.shape, shape):
@@ -169,6 +177,11 @@ class Launcher:
 
     def _refuse(self, field: str, found: object, allowed: object, reason: str) -> None:
         raise LaunchRefused(field=f"{self.program.region}.{field}", found=found, allowed=allowed, reason=reason)
+
+
+def raw_stream(device_index: int) -> int:
+    """The handle of torch's current stream."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 def _fits(found: torch.Size, bound: torch.Size) -> bool:

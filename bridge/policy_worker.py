@@ -53,6 +53,10 @@ class PolicyWorker:
         """The rows kept, see RowTap.take."""
         return (self.policy.tap or RowTap(0, 0)).take()
 
+    def isojax_take_rows_on_device(self) -> dict[str, Any]:
+        """The rows kept, see RowTap.take_on_device; for a caller in this process."""
+        return (self.policy.tap or RowTap(0, 0)).take_on_device()
+
     def isojax_take_faults(self) -> list[dict[str, Any]]:
         """Rows that were not finite since the last call."""
         faults, self.policy.faults = self.policy.faults, []

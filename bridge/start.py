@@ -41,7 +41,9 @@ class EngineOptions:
     completion; 0 takes the policy's own limit. max_step_tokens: tokens of one step; longer prompts are prefilled in
     chunks. max_sequences: requests run at once. kv_cache_bytes: memory for keys and values. page_size: tokens a page; 0
     takes 32 on a CPU and the sealed kernels' own on a card. prefix_cache: reuse of cached prefixes. cuda_graphs: on a
-    card, replay captured steps. seed: of vLLM itself; requests without a seed draw fresh ones.
+    card, replay captured steps. sleep_mode: on a card, whether `VllmEngine.sleep` may give memory back.
+    initial_weights: read the folder's weights at the start; without, it need not hold any, and the first sync brings
+    them. seed: of vLLM itself; requests without a seed draw fresh ones.
     """
 
     separate_process: bool = False
@@ -52,6 +54,8 @@ class EngineOptions:
     page_size: int = 0
     prefix_cache: bool = True
     cuda_graphs: bool = True
+    sleep_mode: bool = False
+    initial_weights: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,12 +88,19 @@ class EngineOptions:
 
 
 def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions) -> LLM:
-    """A running vLLM on the policy folder."""
+    """A running vLLM on the policy folder. Raises BadConfig for what no CPU can do."""
     from bridge.arrays import dispatch_synchronously
     from bridge.settings import is_for_cpu
 
     dispatch_synchronously()
     on_card = not is_for_cpu(contract)
+    if options.sleep_mode and not on_card:
+        raise BadConfig(
+            field="engine.settings.sleep_mode",
+            found=True,
+            allowed="false on a CPU",
+            reason="Sleeping gives a card's memory to somebody else on that card.",
+        )
     for_card: dict[str, Any] = {"gpu_memory_utilization": FREE_AT_START} if on_card else {}
     with _environment(
         # FlashInfer's sampler is compiled at run time; ours draws instead.
@@ -117,6 +128,9 @@ def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions
             enable_chunked_prefill=True,
             seed=options.seed,
             enforce_eager=not options.cuda_graphs,
+            enable_sleep_mode=options.sleep_mode,
+            # vLLM's dummy weights have no digest, so nothing is sampled from them.
+            load_format="auto" if options.initial_weights else "dummy",
             **for_card,
         )
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from contracts.errors import LaunchRefused
 
+BUFFERS = ("tokens", "positions", "requests", "slots")
+
 # T: tokens of the padded step, N: tokens as vLLM gives them, R: requests, P: pages a request.
 
 
@@ -31,14 +33,14 @@ class BatchTensors:
 class StepOperands:
     """What the regions of a step take. Padding rows have token 0, position 0 and request -1, and are inert.
 
-    tokens, positions, request_of_token: int32 [T]. slots: int64 [N], a token's row in the cache seen as rows of [K, D]
-    from the first key page on. page_table: int32 [sealed R, sealed P], a request's key pages.
+    tokens, positions, request_of_token: int32 [T]. slots: int32 [T], a token's row in the cache seen as rows of [K, D]
+    from the first key page on, -1 on padding. page_table: int32 [sealed R, sealed P], a request's key pages.
     """
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     request_of_token_T: torch.Tensor
-    slots_N: torch.Tensor
+    slots_T: torch.Tensor
     page_table_RP: torch.Tensor
 
 
@@ -63,7 +65,7 @@ class StepInputs(nn.Module):
         table = torch.zeros(requests, request_pages, dtype=torch.int32, device=device)
         self.register_buffer("page_table", table, persistent=False)
         for bucket in self.token_buckets:
-            for name in ("tokens", "positions", "requests"):
+            for name in BUFFERS:
                 self.register_buffer(f"{name}_{bucket}", _int32(bucket, device), persistent=False)
 
     def bucket_of(self, tokens: int) -> int:
@@ -73,17 +75,18 @@ class StepInputs(nn.Module):
     def profiling(self, tokens: int) -> StepOperands:
         """Padding rows alone, for a forward of this many tokens without a cache."""
         bucket = self.bucket_of(tokens)
-        tokens_T, positions_T, requests_T = self._of_bucket(bucket)
+        tokens_T, positions_T, requests_T, slots_T = self._of_bucket(bucket)
         tokens_T.zero_()
         positions_T.zero_()
         requests_T.fill_(-1)
-        return StepOperands(tokens_T, positions_T, requests_T, self.rows[:0].to(torch.int64), self.page_table)
+        slots_T.fill_(-1)
+        return StepOperands(tokens_T, positions_T, requests_T, slots_T, self.page_table)
 
     def prepare(self, input_ids_N: torch.Tensor, positions_N: torch.Tensor, batch: BatchTensors) -> StepOperands:
         """The operands of a step of real tokens, or of a graph's capture."""
         count = input_ids_N.shape[0]
         bucket = self.bucket_of(count)
-        tokens_T, positions_T, requests_T = self._of_bucket(bucket)
+        tokens_T, positions_T, requests_T, slots_T = self._of_bucket(bucket)
         rows_T = self.rows[:bucket]
         ends_R = batch.query_start_loc[1:]
         # Padding requests end where the last real one does, so every real token is counted to its own request.
@@ -98,13 +101,14 @@ class StepInputs(nn.Module):
         pages = min(pages, self.page_table.shape[1])
         # A block is a page of keys followed by one of values: pages are counted twice as fast as blocks.
         torch.mul(batch.block_table[:, :pages], 2, out=self.page_table[:requests, :pages])
-        # Padding writes to vLLM's null block, block 0, which holds nobody's tokens.
-        slots_N = batch.slot_mapping[:count].clamp(min=0)
-        slots_N = slots_N + torch.div(slots_N, self._page, rounding_mode="floor") * self._page
-        return StepOperands(tokens_T, positions_T, requests_T, slots_N, self.page_table)
+        slots_N = batch.slot_mapping[:count]
+        slots_T[:count].copy_(slots_N + torch.div(slots_N, self._page, rounding_mode="floor") * self._page)
+        # vLLM marks padding with -1 as well, but only up to its own number of rows.
+        slots_T.masked_fill_(padding_T | (slots_T < 0), -1)
+        return StepOperands(tokens_T, positions_T, requests_T, slots_T, self.page_table)
 
-    def _of_bucket(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return tuple(self.get_buffer(f"{name}_{bucket}") for name in ("tokens", "positions", "requests"))  # type: ignore[return-value]
+    def _of_bucket(self, bucket: int) -> list[torch.Tensor]:
+        return [self.get_buffer(f"{name}_{bucket}") for name in BUFFERS]
 
 
 def smallest_bucket(buckets: Sequence[int], count: int, what: str) -> int:

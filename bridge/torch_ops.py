@@ -21,6 +21,7 @@ STATIC_OPERANDS: dict[str, np.dtype] = {"layer": np.dtype("int32")}
 """Operands that are scalar arrays in JAX, where they come out of a scan, and plain integers in the unrolled graph."""
 
 _SCHEMA_TYPES: dict[type, str] = {int: "int", float: "float", bool: "bool", str: "str"}
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -32,20 +33,23 @@ def operand_name(declared: str) -> str:
 def schema_of(region: Region) -> str:
     """The torch schema: operands in order, optional ones with default None, then the parameters by keyword.
 
-    For example `matmul(Tensor x, Tensor w, Tensor? bias=None, *, int leaves, str out_dtype) -> Tensor`.
+    For example `matmul(Tensor x, Tensor w, Tensor? bias=None, *, int leaves, str out_dtype) -> Tensor`. An operand
+    that the region updates is written in place and is no result.
     """
     arguments = []
     for declared in region.operands:
         name = operand_name(declared)
         if name in STATIC_OPERANDS:
             arguments.append(f"int {name}")
+        elif name in region.updates:
+            arguments.append(f"Tensor({'abcdef'[region.updates.index(name)]}!) {name}")
         else:
             arguments.append(f"Tensor? {name}=None" if declared.endswith("?") else f"Tensor {name}")
     if region.parameters:
         arguments.append("*")
         arguments += [f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in region.parameters.items()]
-    results = ", ".join("Tensor" for _ in region.results)
-    return f"{region.name}({', '.join(arguments)}) -> {results if len(region.results) == 1 else f'({results})'}"
+    results = ", ".join("Tensor" for _ in region.returned)
+    return f"{region.name}({', '.join(arguments)}) -> {results if len(region.returned) == 1 else f'({results})'}"
 
 
 def op_of(region: Region) -> Callable[..., Any]:
@@ -85,19 +89,21 @@ def given_operands(region: Region, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def result_tensors(region: Region, operands: Sequence[Any], parameters: dict[str, Parameter]) -> list[Any]:
-    """Shape and torch dtype of every result, from the region's own shape rule; sizes may be SymInts."""
+    """Shape and torch dtype of every result but updates, from the region's own shape rule; sizes may be SymInts."""
     types = [
         ((), STATIC_OPERANDS[operand_name(declared)])
         if isinstance(operand, int)
         else (tuple(operand.shape), jax_dtype(operand.dtype))
         for declared, operand in zip(region.operands, operands, strict=False)
     ]
-    return [(shape, torch_dtype(dtype)) for shape, dtype in region.result_types(*types, **parameters)]
+    results = region.result_types(*types, **parameters)[: len(region.returned)]
+    return [(shape, torch_dtype(dtype)) for shape, dtype in results]
 
 
 def _cpu_implementation(region: Region) -> Callable[..., Any]:
     static = [(index, name) for index, name in enumerate(map(operand_name, region.operands)) if name in STATIC_OPERANDS]
-    single = len(region.results) == 1
+    returned = len(region.returned)
+    updated = [region.operands.index(name) for name in region.updates]
     find = shared_views.to_jax
 
     def run(*operands: Any, **parameters: Parameter) -> Any:
@@ -114,18 +120,31 @@ def _cpu_implementation(region: Region) -> Callable[..., Any]:
                 arguments[index] = find(operand)
         counters.record_served(region.name)
         results = compiled(region, tuple(parameters.items()))(*arguments)
-        return to_torch(results[0]) if single else tuple([to_torch(result) for result in results])
+        if updated:
+            _write_changes([operands[index] for index in updated], [to_torch(x) for x in results[returned:]])
+        return to_torch(results[0]) if returned == 1 else tuple([to_torch(result) for result in results[:returned]])
 
     return run
 
 
+def _write_changes(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Writes the elements that differ, and no others: two targets may be views that overlap, as those of a cache do."""
+    integers = [
+        (target.view(_INTEGERS[target.element_size()]), value.view(_INTEGERS[target.element_size()]))
+        for target, value in zip(targets, values, strict=True)
+    ]
+    changes = [before != after for before, after in integers]
+    for (before, after), changed in zip(integers, changes, strict=True):
+        before[changed] = after[changed]
+
+
 def _cuda_implementation(region: Region) -> Callable[..., Any]:
-    single = len(region.results) == 1
+    returned = len(region.returned)
 
     def run(*operands: Any, **parameters: Parameter) -> Any:
         tensors = [operand for operand in given_operands(region, operands) if not isinstance(operand, int)]
         results = LAUNCHERS.launch(region.name, tensors, parameters)
-        return results[0] if single else results
+        return results[0] if returned == 1 else results[:returned]
 
     return run
 

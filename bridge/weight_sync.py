@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+import jax
 import numpy as np
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -55,6 +56,8 @@ class StagedPieces(WeightTransferUpdateInfo):
     """What the file holds now: `Piece` fields as plain values, since vLLM serialises them between processes."""
 
     pieces: list[dict[str, Any]] = field(default_factory=list)
+    arrays: dict[str, Any] = field(default_factory=dict)
+    """Whole parameters by name, as anything that exports DLPack memory: in one process nothing is staged."""
 
 
 class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
@@ -81,7 +84,11 @@ class StagedWeightTransfer(WeightTransferEngine[StagingInit, StagedPieces]):
         self._weights.begin_update()
 
     def receive_weights(self, update_info: StagedPieces) -> None:
-        """Copies the staged pieces into the parameters."""
+        """Copies the staged pieces, or whole parameters from the trainer's own memory, into the engine's."""
+        for name, array in update_info.arrays.items():
+            self._weights.write(name, 0, torch.from_dlpack(array).reshape(-1))
+        if not update_info.pieces:
+            return
         if self._staged is None:
             raise RuntimeError("update_weights before init_weight_transfer_engine")
         for fields in update_info.pieces:
@@ -118,11 +125,15 @@ _WORDS: dict[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.int16), "float32": n
 
 
 class WeightSender:
-    """The trainer's end: copies packed parameters through the staging file, whatever process the engine lives in."""
+    """The trainer's end: copies packed parameters through the staging file, whatever process the engine lives in.
 
-    def __init__(self, llm: LLM) -> None:
+    An engine in this process reads JAX arrays where they are: on a card that is one copy on the device.
+    """
+
+    def __init__(self, llm: LLM, *, same_process: bool = False) -> None:
         """Creates the staging file (in memory where the system has /dev/shm) and tells the engine about it."""
         self._llm = llm
+        self._same_process = same_process
         shared_memory = Path("/dev/shm")
         folder = shared_memory if shared_memory.is_dir() and os.access(shared_memory, os.W_OK) else None
         handle, name = tempfile.mkstemp(prefix="isojax-weights-", dir=folder)
@@ -133,6 +144,10 @@ class WeightSender:
 
     def send(self, params: Mapping[str, Any]) -> None:
         """Writes all parameters, between vLLM's start and finish. Raises BadCheckpoint for a dtype no policy has."""
+        if self._same_process and all(_on_one_device(value) for value in params.values()):
+            for name in sorted(params):
+                self._llm.update_weights({"update_info": {"arrays": {name: params[name]}}})
+            return
         for pieces in self._chunks(params):
             self._llm.update_weights({"update_info": {"pieces": pieces}})
 
@@ -165,3 +180,8 @@ class WeightSender:
                 used += -(-size // 64) * 64
         if pieces:
             yield pieces
+
+
+def _on_one_device(value: Any) -> bool:
+    """Whether torch can read this array's memory: JAX's own, of one device."""
+    return isinstance(value, jax.Array) and len(value.devices()) == 1

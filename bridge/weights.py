@@ -11,7 +11,7 @@ from torch import nn
 
 from bridge.arrays import torch_dtype
 from bridge.digest import tensor_lanes
-from contracts.errors import BadCheckpoint
+from contracts.errors import BadCheckpoint, WeightDigestMismatch
 from contracts.weight_digest import combine, tensor_id_of
 from isojax.weights.names import TensorEntry, name_table
 
@@ -115,6 +115,16 @@ class EngineWeights(nn.Module):
         for tensor in held:
             _write(tensor, start, values)
         self._missing[name] -= values.numel()
+
+    def require_known(self) -> None:
+        """Raises WeightDigestMismatch where no load or update was completed since the weights were lost."""
+        if self.digest is None:
+            raise WeightDigestMismatch(
+                field="weights of the engine",
+                found="unknown: dropped by a deep sleep, or an update that was not completed",
+                allowed="those of a completed load or weight update",
+                reason="Tokens sampled from them would belong to no policy.",
+            )
 
     def begin_update(self) -> None:
         """From here on the engine holds no known weights."""

@@ -45,6 +45,8 @@ PARITY_GATE = "tests/parity"
 SM90_GATE = "isojax verify --arch sm90"
 # A region of the contract whose owner differs between trainer and engine, by (trainer's, engine's) primitive.
 _PAIRS = {"attention": ("attention", "paged_attention"), "log_probs": ("token_log_probs", "log_prob_rows")}
+# On a card the engine's kernel for this one also writes the cache.
+_SM90_PAIRS = {**_PAIRS, "qk_norm_rope": ("qk_norm_rope", "paged_qk_norm_rope")}
 
 
 def build_contract(
@@ -114,12 +116,13 @@ def _composition(policy: Policy, kernels: Bundle | None) -> Iterable[Composition
     digests = {} if kernels is None else kernel_digests(kernels)
     arch, gate = (cpu_arch(), PARITY_GATE) if kernels is None else (ARCHITECTURE, SM90_GATE)
     entry = partial(_entry, arch=arch, digests=digests)
-    paired = {primitive for pair in _PAIRS.values() for primitive in pair}
+    pairs = _PAIRS if kernels is None else _SM90_PAIRS
+    paired = {primitive for pair in pairs.values() for primitive in pair}
     # The two forwards share everything up to the head.
     for primitive in sorted(set(trainer.sequence) | set(engine.sequence)):
         if primitive not in paired:
             yield entry(primitive, primitive, CASES, trainer.calls)
-    for region, (trained, served) in _PAIRS.items():
+    for region, (trained, served) in pairs.items():
         yield entry(region, trained, TRAINER_CASES, trainer.calls, gate=gate)
         # The engine's graph takes the paged binding at the calls that the policy makes to the packed one.
         source = [call._replace(region=served) if call.region == trained else call for call in engine.calls]

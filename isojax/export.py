@@ -27,7 +27,7 @@ GENERATION_FILE = "generation_config.json"
 def export_policy(
     folder: str | Path,
     policy: Policy,
-    params: Parameters,
+    params: Parameters | None,
     tokenizer_files: Mapping[str, bytes],
     *,
     temperature: float = 1.0,
@@ -36,6 +36,7 @@ def export_policy(
 ) -> ExecutionContract:
     """Write the policy folder and return its contract. `isojax.load` of the folder gives the same bits.
 
+    params: None leaves the weights out, for an engine that starts with `initial_weights = False` and gets them by sync.
     tokenizer_files: by name, from `isojax.weights.tokenizer.tokenizer_files`; empty for a policy without a tokenizer.
     temperature: the contract's one T. arch, kernels: "sm90" with the policy's sealed kernels, which go into `kernels/`,
     or "cpu" without; see `build_contract`. The folder appears whole or not at all: it is written beside its place and
@@ -47,12 +48,15 @@ def export_policy(
     """
     target = Path(folder).resolve()
     check_target(target)
-    policy.check_parameters(params)
+    if params is not None:
+        policy.check_parameters(params)
     contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature, kernels=kernels)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
-        _write(partial, policy, params, tokenizer_files)
+        _write(partial, policy, tokenizer_files)
+        if params is not None:
+            write_weights(partial, policy, params)
         if kernels is not None:
             save_bundle(partial / KERNELS_FOLDER, kernels)
         save_contract(contract, partial / FILE_NAME)
@@ -80,22 +84,26 @@ def check_target(folder: Path) -> None:
         )
 
 
-def _write(folder: Path, policy: Policy, params: Parameters, tokenizer_files: Mapping[str, bytes]) -> None:
-    config = policy.config
-    _write_json(folder / CONFIG_FILE, to_hugging_face(config, policy.dtype))
-    # vLLM takes default sampling settings from this file: it must hold none, only where generation stops.
-    stop = to_hugging_face(config, policy.dtype)
-    _write_json(
-        folder / GENERATION_FILE, {name: stop[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    )
+def write_weights(folder: Path, policy: Policy, params: Parameters) -> None:
+    """Write the parameters under their Hugging Face names: one safetensors file and its index."""
     host = {name: np.asarray(jax.device_get(value)) for name, value in params.items()}
-    tensors = dict(unpack(config, host))
+    tensors = dict(unpack(policy.config, host))
     write_tensors(folder / SINGLE_FILE, tensors)
     # Without an index vLLM would read every .safetensors file here as weights, the rope table as well.
     size = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(
         folder / INDEX_FILE,
         {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(tensors), SINGLE_FILE)},
+    )
+
+
+def _write(folder: Path, policy: Policy, tokenizer_files: Mapping[str, bytes]) -> None:
+    config = policy.config
+    _write_json(folder / CONFIG_FILE, to_hugging_face(config, policy.dtype))
+    # vLLM takes default sampling settings from this file: it must hold none, only where generation stops.
+    stop = to_hugging_face(config, policy.dtype)
+    _write_json(
+        folder / GENERATION_FILE, {name: stop[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     )
     write_tensors(folder / ROPE_FILE, {ROPE_TENSOR: np.asarray(policy.buffers["rope_table"])})
     for name, content in tokenizer_files.items():

@@ -5,7 +5,7 @@ from pallas_kernels.attention import attention, paged_attention
 from pallas_kernels.cast import cast
 from pallas_kernels.lm_head import log_prob_rows, token_log_probs
 from pallas_kernels.matmul import matmul
-from pallas_kernels.qk_norm_rope import qk_norm_rope
+from pallas_kernels.qk_norm_rope import paged_qk_norm_rope, qk_norm_rope
 from pallas_kernels.region import REGIONS, Region, Spec, is_region, region_of
 from pallas_kernels.residual_add import residual_add
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm
@@ -23,6 +23,7 @@ __all__ = [
     "log_prob_rows",
     "matmul",
     "paged_attention",
+    "paged_qk_norm_rope",
     "qk_norm_rope",
     "region_of",
     "residual_add",

@@ -52,10 +52,22 @@ def _swiglu(gate_up: Type) -> Program:
     return swiglu_program(gate_up[0][0], gate_up[0][1] // 2)
 
 
-def _qk_norm_rope(q: Type, k: Type, cos_sin: Type, *norms: Type, eps: float) -> Program:
+def _qk_norm_rope(qkv: Type, cos_sin: Type, *norms: Type, key_heads: int, eps: float) -> Program:
     from pallas_kernels.qk_norm_rope.hopper import qk_norm_rope_program
 
-    return qk_norm_rope_program(*q[0][:2], *k[0][1:], norm=bool(norms), eps=eps)
+    (T, columns), (_, D) = qkv[0], cos_sin[0]
+    return qk_norm_rope_program(T, columns // D - 2 * key_heads, key_heads, D, norm=bool(norms), eps=eps)
+
+
+def _paged_qk_norm_rope(
+    qkv: Type, cos_sin: Type, slots: Type, k_cache: Type, v_cache: Type, *norms: Type, key_heads: int, eps: float
+) -> Program:
+    from pallas_kernels.qk_norm_rope.hopper import paged_qk_norm_rope_program
+
+    (T, columns), (pages, page, K, D) = qkv[0], k_cache[0]
+    return paged_qk_norm_rope_program(
+        T, columns // D - 2 * key_heads, K, D, pages=pages, page=page, norm=bool(norms), eps=eps
+    )
 
 
 def _attention(q: Type, k: Type, v: Type, *others: Type, scale: float, split: int) -> Program:
@@ -93,6 +105,7 @@ _PROGRAMS: Mapping[str, Callable[..., Program]] = {
     "residual_add": _residual_add,
     "swiglu": _swiglu,
     "qk_norm_rope": _qk_norm_rope,
+    "paged_qk_norm_rope": _paged_qk_norm_rope,
     "attention": _attention,
     "paged_attention": _paged_attention,
     "log_prob_rows": _log_prob_rows,

@@ -39,7 +39,8 @@ class Step:
 
     ``kernel`` takes one array an operand and returns a tuple with one array a result; it must contain exactly one
     Mosaic GPU kernel and nothing else, since only that kernel's module is sealed. ``views`` gives, for a buffer that
-    the kernel sees in another shape than the program declares, that shape: the same elements, dense and row-major.
+    the kernel sees in another shape than the program declares, that shape: the same elements, dense and row-major, or
+    only the first of an operand's elements.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Step:
 class Program:
     """All kernels of one region for one set of shapes and constants, and every buffer that they touch.
 
+    A step's result that is also its operand is that buffer written in place, only where the kernel says so.
     ``buffers`` holds operands, results and scratch. Scratch is whatever is neither; no kernel may rely on its contents
     before a step of the same program wrote them.
     """
@@ -73,7 +75,8 @@ class Program:
                 if name not in self.buffers:
                     raise ValueError(f"step {step.name} names buffer {name!r}, which the program does not declare")
             for name, shape in step.views.items():
-                if step.seen(name, self.buffers[name]).size != self.buffers[name].size:
+                seen, size = step.seen(name, self.buffers[name]).size, self.buffers[name].size
+                if seen > size or (name in step.results and seen != size):
                     raise ValueError(f"step {step.name} views {name} as {shape}, which has another number of elements")
             missing = [name for name in step.operands if name not in written]
             if missing:
@@ -88,12 +91,22 @@ class Program:
         outside = {*self.operands, *self.results}
         return tuple(name for name in self.buffers if name not in outside)
 
-    def run(self, *operands: Any) -> tuple[jax.Array, ...]:
-        """Runs the steps through JAX, as in the GPU interpreter; the sealed route goes through `store` instead."""
-        values = dict(zip(self.operands, operands, strict=True))
+    def run(self, *arguments: Any) -> tuple[jax.Array, ...]:
+        """Runs the steps through JAX, as in the GPU interpreter; the sealed route goes through `store` instead.
+
+        Of a buffer that a step writes in place only what the step wrote is meaningful.
+        """
+        values = dict(zip(self.operands, arguments, strict=True))
         for step in self.steps:
-            seen = {name: step.seen(name, self.buffers[name]).shape for name in step.operands}
-            outputs = step.kernel(*(values[name].reshape(seen[name]) for name in step.operands))
+            seen = [step.seen(name, self.buffers[name]).shape for name in step.operands]
+            operands = (_first(values[name], shape) for name, shape in zip(step.operands, seen, strict=True))
+            outputs = step.kernel(*operands)
             for name, output in zip(step.results, outputs, strict=True):
                 values[name] = output.reshape(self.buffers[name].shape)
         return tuple(values[name] for name in self.results)
+
+
+def _first(value: Any, shape: tuple[int, ...]) -> Any:
+    """The first elements of ``value``, as many as ``shape`` has, in that shape."""
+    count = int(np.prod(shape, dtype=np.int64))
+    return value.reshape(-1)[:count].reshape(shape)

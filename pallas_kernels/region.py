@@ -46,7 +46,8 @@ class Region:
     `operands` are names in order; a trailing "?" marks an optional one, and optional ones form the tail. `parameters`
     maps a name to its type. `shape_rule(*(shape, dtype), **parameters)` returns one (shape, dtype) per result and
     raises ValueError on wrong operands; sizes may be ints, JAX symbolic dimensions or torch SymInts. `cpu` is the
-    form for XLA:CPU: arrays and parameters in, a tuple of arrays out.
+    form for XLA:CPU: arrays and parameters in, a tuple of arrays out. `updates` are results, the last ones, that an
+    operand of the same name becomes: kernels and torch ops write it in place, JAX returns a new array.
     """
 
     name: str
@@ -56,9 +57,12 @@ class Region:
     shape_rule: ShapeRule
     cpu: CpuForm
     spec: Spec
+    updates: tuple[str, ...] = ()
     primitive: Primitive = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.updates != self.results[len(self.returned) :] or not set(self.updates) <= set(self.operands):
+            raise ValueError(f"region {self.name}: updates {self.updates} are not its last results and operands too")
         if self.name in REGIONS:
             raise ValueError(f"region {self.name} is declared twice")
         object.__setattr__(self, "primitive", _make_primitive(self))
@@ -68,6 +72,11 @@ class Region:
     def version(self) -> str:
         """The version of the rounding schedule; a contract pins it."""
         return self.spec.version
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """The results that are new arrays everywhere."""
+        return tuple(name for name in self.results if name not in self.updates)
 
     @property
     def required_operands(self) -> int:

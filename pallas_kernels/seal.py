@@ -116,7 +116,10 @@ def _seal_step(step: Step, buffers: Mapping[str, Buffer]) -> SealedModule:
             f"{len(operands)} and {len(step.results)} declared; kernels with hidden device scratch can't be sealed"
         )
     config = call.attributes["mhlo.backend_config"]
-    return SealedModule(step.name, strip(config["module"].value_bytes), step.operands, step.results)
+    aliases = tuple(
+        (step.operands.index(name), index) for index, name in enumerate(step.results) if name in step.operands
+    )
+    return SealedModule(step.name, strip(config["module"].value_bytes), step.operands, step.results, aliases)
 
 
 def _only_call(name: str, module: Any) -> Any:

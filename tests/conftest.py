@@ -27,7 +27,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Kernels are sealed by one JAX, which the engine's environment does not have."""
+    """Long files first, or one worker would end the run alone; kernels are sealed by a JAX that engines do not have."""
+    items.sort(key=lambda item: item.get_closest_marker("long_file") is None)
     import jax
 
     from pallas_kernels.seal import SEALING_JAX

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from bridge.arrays import shared_views
-from bridge.torch_ops import op_of, operand_name
+from bridge.torch_ops import NAMESPACE, op_of, operand_name
 from bridge.translate.moves import VIEWS
 from contracts.errors import BadCheckpoint
 from pallas_kernels.region import REGIONS
@@ -103,11 +103,11 @@ def dense_operands(module: fx.GraphModule) -> fx.GraphModule:
     What a region returned is dense, and so is a parameter or an input. A slice of a result is not: it is copied here,
     by a node that shows, and that copies nothing where the slice happens to be dense.
     """
-    regions = {op_of(region) for region in REGIONS.values()}
     graph = _copy(module.graph)
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.target not in regions:
+        # Regions, and the engine's own ops around them.
+        if getattr(node.target, "namespace", None) != NAMESPACE:
             continue
         for source in node.all_input_nodes:
             if source.op.startswith("call_") and not _is_result(source):
@@ -121,8 +121,8 @@ def dense_operands(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_result(node: fx.Node) -> bool:
-    """Whether a node is the result of a computation and no view of one."""
-    if node.target is operator.getitem:
+    """Whether a node is the result of a computation, whole: all of it in another shape is as dense as it is."""
+    if node.target in (operator.getitem, torch.reshape):
         return _is_result(node.args[0])  # type: ignore[arg-type]
     return node.target not in VIEWS
 

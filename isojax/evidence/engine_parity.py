@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from isojax.policy import PackedBatch, Policy, completion_rows, pack
+from isojax.policy import Policy, completion_rows, pack
 from isojax.rl.mismatch import different_bits
-from isojax.rl.rollout import Completion
+from isojax.rl.rollout import Completion, TappedRows
 
 ROWS_AT_ONCE = 32
 """Full rows that the trainer computes in one call: a sealed number of rows, also where nothing is sealed."""
@@ -52,36 +54,103 @@ def compare_with_trainer(
     temperature: float,
     batch_tokens: int,
     packing: Mapping[str, Any],
+    tapped: TappedRows | None = None,
+    rows_at_once: int = ROWS_AT_ONCE,
 ) -> ParityCounts:
-    """Sampled tokens against `policy.log_probs`, tapped full rows against `policy.log_prob_rows`.
+    """Sampled tokens against `policy.log_probs`, full rows against `policy.log_prob_rows`.
 
     batch_tokens: rows of one packed batch, at most. packing: further arguments of `isojax.pack`, such as
-    `isojax.kernels.packing_of`. Floats are compared as integers, so signed zeros and NaN count.
+    `isojax.kernels.packing_of`. Floats are compared as integers, so signed zeros and NaN count. The full rows are those
+    in the completions, or where given those of `tapped`, which are compared where they are: counts alone come back.
+    rows_at_once: full rows that the trainer computes in one call.
     """
+    engine_rows = _engine_rows(completions, tapped)
     total = ParityCounts()
     for chosen in _batches(completions, batch_tokens, packing.get("start_multiple", 1)):
+        members = [completions[index] for index in chosen]
         batch = pack(
-            [completion.prompt_tokens + completion.tokens for completion in chosen],
-            [len(completion.prompt_tokens) for completion in chosen],
+            [completion.prompt_tokens + completion.tokens for completion in members],
+            [len(completion.prompt_tokens) for completion in members],
             **packing,
         )
+        rows = [completion_rows(batch, number) for number in range(len(chosen))]
         scores = np.asarray(policy.log_probs(params, batch, temperature))
-        for number, completion in enumerate(chosen):
-            found = scores[completion_rows(batch, number)]
-            total += _tokens(np.asarray(completion.log_probs, np.float32), found)
-        total += _full_rows(policy, params, batch, chosen, temperature)
+        for completion, found in zip(members, rows, strict=True):
+            total += _tokens(np.asarray(completion.log_probs, np.float32), scores[found])
+        wanted = [
+            (int(found[token_index]), slot)
+            for index, found in zip(chosen, rows, strict=True)
+            for token_index, slot in engine_rows.places[index]
+        ]
+        for start in range(0, len(wanted), rows_at_once):
+            part = wanted[start : start + rows_at_once]
+            # Always the same number of rows, by repeating some: one compiled program, of a size that is sealed.
+            batch_rows, slots = np.resize(np.array(part, np.int32), (rows_at_once, 2)).T
+            trainer = policy.log_prob_rows(params, batch, batch_rows, temperature)
+            compared = jax.device_get(_compare_rows(engine_rows.rows_SV, slots, trainer))
+            differ_R, difference_R, entropy_R = (values[: len(part)] for values in compared)
+            total += ParityCounts(
+                rows=len(part),
+                row_mismatches=int(differ_R.sum()),
+                max_abs=float(difference_R.max()),
+                entropy_sum=float(entropy_R.sum(dtype=np.float64)),
+            )
     return total
 
 
-def _batches(completions: Sequence[Completion], limit: int, step: int) -> list[list[Completion]]:
-    batches: list[list[Completion]] = [[]]
+@dataclass(frozen=True)
+class _EngineRows:
+    """The engine's full rows [S, V] on the device, and for each completion its (token index, row) pairs."""
+
+    rows_SV: jax.Array
+    places: list[list[tuple[int, int]]]
+
+
+def _engine_rows(completions: Sequence[Completion], tapped: TappedRows | None) -> _EngineRows:
+    places: list[list[tuple[int, int]]] = [[] for _ in completions]
+    if tapped is not None:
+        if tapped.rows is None:
+            return _EngineRows(jnp.zeros((0, 0), jnp.float32), places)
+        for index, token_index, slot in zip(tapped.completions, tapped.token_indices, tapped.slots, strict=True):
+            places[index].append((token_index, slot))
+        return _EngineRows(jnp.from_dlpack(tapped.rows), places)
+    rows: list[np.ndarray] = []
+    for index, completion in enumerate(completions):
+        for token_index, row in sorted((completion.rows or {}).items()):
+            places[index].append((token_index, len(rows)))
+            rows.append(row)
+    return _EngineRows(jnp.asarray(np.stack(rows) if rows else np.zeros((0, 0), np.float32)), places)
+
+
+@jax.jit
+def _compare_rows(
+    engine_SV: jax.Array, slots_R: jax.Array, trainer_RV: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of every row: whether a bit differs, the largest difference (infinite for NaN), and the trainer's entropy."""
+    engine_RV = engine_SV[slots_R]
+    differ_RV = jax.lax.bitcast_convert_type(engine_RV, jnp.int32) != jax.lax.bitcast_convert_type(
+        trainer_RV, jnp.int32
+    )
+    difference_RV = jnp.where(differ_RV, jnp.nan_to_num(jnp.abs(engine_RV - trainer_RV), nan=jnp.inf), 0.0)
+    return differ_RV.any(1), difference_RV.max(1), entropy(trainer_RV)
+
+
+def entropy(log_probs_NV: jax.Array) -> jax.Array:
+    """Entropy of every row of log-probabilities in nats, fp32 [N]; an impossible token adds nothing."""
+    probabilities_NV = jnp.exp(log_probs_NV)
+    return -jnp.where(probabilities_NV > 0, probabilities_NV * log_probs_NV, 0.0).sum(1)
+
+
+def _batches(completions: Sequence[Completion], limit: int, step: int) -> list[list[int]]:
+    """Indices of completions that fill a packed batch together, in order."""
+    batches: list[list[int]] = [[]]
     used = 0
-    for completion in completions:
+    for index, completion in enumerate(completions):
         length = -(-(len(completion.prompt_tokens) + len(completion.tokens)) // step) * step
         if batches[-1] and used + length > limit:
             batches.append([])
             used = 0
-        batches[-1].append(completion)
+        batches[-1].append(index)
         used += length
     return [batch for batch in batches if batch]
 
@@ -90,40 +159,6 @@ def _tokens(engine: np.ndarray, trainer: np.ndarray) -> ParityCounts:
     return ParityCounts(
         tokens=engine.size,
         token_mismatches=int(different_bits(engine, trainer).sum()),
-        max_abs=_difference(engine, trainer),
+        # NaN counts as an infinite difference.
+        max_abs=float(np.nan_to_num(np.abs(engine - trainer), nan=np.inf).max(initial=0.0)),
     )
-
-
-def _full_rows(
-    policy: Policy,
-    params: Mapping[str, Any],
-    batch: PackedBatch,
-    completions: Sequence[Completion],
-    temperature: float,
-) -> ParityCounts:
-    wanted = [
-        (completion_rows(batch, number)[index], row)
-        for number, completion in enumerate(completions)
-        for index, row in sorted((completion.rows or {}).items())
-    ]
-    total = ParityCounts()
-    for start in range(0, len(wanted), ROWS_AT_ONCE):
-        part = wanted[start : start + ROWS_AT_ONCE]
-        # Always the same number of rows, by repeating some: one compiled program, of a size that is sealed.
-        rows = np.resize(np.array([row for row, _ in part]), ROWS_AT_ONCE)
-        trainer = np.asarray(policy.log_prob_rows(params, batch, rows, temperature))[: len(part)]
-        engine = np.stack([values for _, values in part])
-        differ = different_bits(engine, trainer).any(axis=1)
-        probabilities = np.exp(trainer.astype(np.float64))
-        total += ParityCounts(
-            rows=len(part),
-            row_mismatches=int(differ.sum()),
-            max_abs=_difference(engine, trainer),
-            entropy_sum=float(-(probabilities * trainer).sum()),
-        )
-    return total
-
-
-def _difference(engine: np.ndarray, trainer: np.ndarray) -> float:
-    # NaN counts as an infinite difference.
-    return float(np.nan_to_num(np.abs(engine - trainer), nan=np.inf).max(initial=0.0))

@@ -46,12 +46,22 @@ def _kernel_call(call: RegionCall) -> KernelCall:
 
 
 def _engine_calls(calls: tuple[RegionCall, ...], shapes: KernelShapes) -> Iterator[KernelCall]:
+    paged = {"attention": _paged_attention, "qk_norm_rope": _paged_qk_norm_rope}
     for call in calls:
-        yield _paged(call, shapes) if call.region == "attention" else _kernel_call(call)
+        yield paged[call.region](call, shapes) if call.region in paged else _kernel_call(call)
 
 
-def _paged(call: RegionCall, shapes: KernelShapes) -> KernelCall:
-    """The paged binding of an attention call: the same queries, over a cache that holds the batch's own keys too."""
+def _paged_qk_norm_rope(call: RegionCall, shapes: KernelShapes) -> KernelCall:
+    """The binding that writes the cache."""
+    qkv, cos_sin, *norms = call.operands
+    (tokens, head_size), _ = cos_sin
+    cache = ((shapes.max_pages, shapes.page_size, int(call.parameters["key_heads"]), head_size), qkv[1])
+    types = (qkv, cos_sin, ((tokens,), "int32"), cache, cache, *norms)
+    return KernelCall("paged_qk_norm_rope", types, tuple(sorted(call.parameters.items())))
+
+
+def _paged_attention(call: RegionCall, shapes: KernelShapes) -> KernelCall:
+    """The same queries over a cache that holds the batch's own keys too."""
     query, key = call.operands[:2]
     (tokens, _, _), dtype = query
     (_, key_heads, head_size), _ = key

@@ -6,10 +6,14 @@ from pallas_kernels.kernel_shapes import TOKEN_STEP, KernelShapes
 
 
 class Packing(TypedDict):
-    """Arguments of `isojax.pack`."""
+    """Arguments of `isojax.pack`: see there."""
 
     start_multiple: int
     sealed_lengths: tuple[int, ...]
+
+
+UNSEALED = Packing(start_multiple=1, sealed_lengths=())
+"""Where no kernels are sealed: sequences side by side, in a batch of any length."""
 
 
 def packing_of(shapes: KernelShapes) -> Packing:

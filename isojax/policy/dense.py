@@ -63,14 +63,12 @@ class DenseLayer(nnx.Module):
         """
         config = self.config
         qkv = pallas_kernels.matmul(normed_TH, self.qkv[...], self.qkv_bias[...] if config.attention_bias else None)
-        q, k, v = jnp.split(qkv, (config.query_size, config.query_size + config.key_size), axis=1)
-        q, k, v = (x.reshape(x.shape[0], -1, config.head_dim) for x in (q, k, v))
-        q, k = pallas_kernels.qk_norm_rope(
-            q,
-            k,
+        q, k, v = pallas_kernels.qk_norm_rope(
+            qkv,
             cos_sin_TD,
             self.q_norm[...] if config.qk_norm else None,
             self.k_norm[...] if config.qk_norm else None,
+            key_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,
         )
         attended = pallas_kernels.attention(

@@ -12,6 +12,7 @@ from flax import nnx
 import pallas_kernels
 from contracts import check_temperature
 from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
+from isojax.kernels.packing import UNSEALED, Packing
 from isojax.policy.batch import PackedBatch, PerToken
 from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import DensePolicy, Remat
@@ -67,9 +68,10 @@ class Policy:
                 allowed=f"float32{[config.max_position, config.head_dim]}",
                 reason="The rotation gathers one row a position.",
             )
-        # Row counts that `log_prob_rows` is compiled for, ascending; where there are none, any multiple of 16. Loading
-        # a policy with sealed kernels sets it to theirs.
+        # Row counts that `log_prob_rows` is compiled for, ascending; where there are none, any multiple of 16. And how
+        # a trainer lays out its batches. Loading a policy with sealed kernels sets both to theirs.
         self.row_buckets: tuple[int, ...] = ()
+        self.packing: Packing = UNSEALED
         self.buffers: dict[str, jax.Array] = {"rope_table": jnp.asarray(table)}
         abstract = nnx.eval_shape(lambda: DensePolicy(config, jnp.dtype(dtype), remat))
         self._definition, state = nnx.split(abstract)

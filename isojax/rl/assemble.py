@@ -15,6 +15,7 @@ from isojax.policy.dense import Remat
 from isojax.policy.policy import Policy
 from isojax.rl.config import Config, PolicySection
 from isojax.rl.optimizer import Parameters
+from isojax.rl.packing import fitting_lengths, require_fitting
 from isojax.rl.prompts import PromptEncoder, encode_prompts
 from isojax.rl.rollout import open_engine
 from isojax.rl.run_folder import RunFolder
@@ -125,10 +126,5 @@ def _require_fitting_prompts(config: Config, policy: Policy, task: Task, encoder
         vocab_size=policy.config.vocab_size,
     )
     longest = max(map(len, prompts)) + config.rollout.max_tokens
-    if longest > config.train.micro_batch_tokens:
-        raise BadConfig(
-            field="train.micro_batch_tokens",
-            found=config.train.micro_batch_tokens,
-            allowed=f"at least {longest}",
-            reason="The longest prompt with its completion must fit one micro-batch; a sequence is never cut.",
-        )
+    most, _ = fitting_lengths(config.train.micro_batch_tokens, policy.packing)
+    require_fitting(longest, most, policy.packing, "The longest prompt with its completion")

@@ -60,7 +60,7 @@ def score(
     capacity: most tokens in a packed batch. Raises NonFiniteLogits.
     """
     found: list[np.ndarray] = [np.empty(0, np.float32)] * len(completions)
-    for micro in cut(completions, range(len(completions)), capacity):
+    for micro in cut(completions, range(len(completions)), capacity, policy.packing):
         micro.gather(np.asarray(policy.log_probs(params, micro.batch, temperature)), found)
     for index, values in enumerate(found):
         require_finite("trainer_score", values, index, completions[index], policy, params)
@@ -76,7 +76,7 @@ def check_rows(
     """
     total = Mismatch()
     wanted = [index for index, completion in enumerate(completions) if completion.rows]
-    for micro in cut(completions, wanted, capacity):
+    for micro in cut(completions, wanted, capacity, policy.packing):
         chosen, places = [], []
         for index, rows in zip(micro.completions, micro.rows, strict=True):
             for place, engine_row in sorted((completions[index].rows or {}).items()):
@@ -85,9 +85,13 @@ def check_rows(
                     require_finite("engine", spoiled, index, completions[index], policy, params)
                 chosen.append(rows[place])
                 places.append((index, place))
-        trainer_rows = np.asarray(policy.log_prob_rows(params, micro.batch, np.array(chosen), temperature))
-        for (index, place), trainer_row in zip(places, trainer_rows, strict=True):
-            total = total.joined(compare_row(index, place, (completions[index].rows or {})[place], trainer_row))
+        # No more at once than there are kernels for.
+        most = policy.row_buckets[-1] if policy.row_buckets else len(chosen)
+        for start in range(0, len(chosen), most):
+            part = slice(start, start + most)
+            trainer_rows = np.asarray(policy.log_prob_rows(params, micro.batch, np.array(chosen[part]), temperature))
+            for (index, place), trainer_row in zip(places[part], trainer_rows, strict=True):
+                total = total.joined(compare_row(index, place, (completions[index].rows or {})[place], trainer_row))
     return total
 
 

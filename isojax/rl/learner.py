@@ -129,7 +129,7 @@ class Learner:
         """Gradients of the completions at `indices`, with the weights as they are now."""
         weights = dict(zip(indices, token_weights([len(completions[index].tokens) for index in indices]), strict=True))
         gradients = {name: jnp.zeros(value.shape, jnp.float32) for name, value in self.params.items()}
-        micro_batches = cut(completions, indices, self.micro_batch_tokens)
+        micro_batches = cut(completions, indices, self.micro_batch_tokens, self.policy.packing)
         outputs = []
         with counters.case("trainer_fwd"):
             for micro in micro_batches:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from contracts.errors import BadConfig
+from isojax.kernels.packing import UNSEALED, Packing
 from isojax.policy.batch import PackedBatch, completion_rows, pack
 from isojax.rl.rollout import Completion
 
@@ -44,23 +45,23 @@ class MicroBatch:
             into[completion] = packed_T[rows]
 
 
-def cut(completions: Sequence[Completion], indices: Sequence[int], capacity: int) -> list[MicroBatch]:
+def cut(
+    completions: Sequence[Completion], indices: Sequence[int], capacity: int, packing: Packing = UNSEALED
+) -> list[MicroBatch]:
     """Micro-batches of at most `capacity` tokens with the completions at `indices`, each of them whole.
 
     First fit in the given order. Batches are padded to `capacity` halved as often as their content allows, so that only
-    a handful of lengths is ever compiled. Raises BadConfig if one sequence is longer than `capacity`.
+    a handful of lengths is ever compiled; for sealed kernels to the next sealed length, and sequences start where these
+    ask for it (`Policy.packing`). Raises BadConfig if one sequence is longer than a micro-batch, or no sealed length is
+    within `capacity`.
     """
+    capacity, sealed_lengths = fitting_lengths(capacity, packing)
     contents: list[list[int]] = []
     used: list[int] = []
     for index in indices:
-        length = len(completions[index].prompt_tokens) + len(completions[index].tokens)
-        if length > capacity:
-            raise BadConfig(
-                field="train.micro_batch_tokens",
-                found=capacity,
-                allowed=f"at least {length}",
-                reason=f"Completion {index} with its prompt has {length} tokens, and a sequence is never cut.",
-            )
+        tokens = len(completions[index].prompt_tokens) + len(completions[index].tokens)
+        require_fitting(tokens, capacity, packing, f"Completion {index} with its prompt")
+        length = -(-tokens // packing["start_multiple"]) * packing["start_multiple"]
         place = next((number for number, tokens in enumerate(used) if tokens + length <= capacity), None)
         if place is None:
             contents.append([])
@@ -69,9 +70,48 @@ def cut(completions: Sequence[Completion], indices: Sequence[int], capacity: int
         contents[place].append(index)
         used[place] += length
     return [
-        _micro_batch(completions, content, padded_length(tokens, capacity))
+        _micro_batch(completions, content, padded_length(tokens, capacity), packing["start_multiple"], sealed_lengths)
         for content, tokens in zip(contents, used, strict=True)
     ]
+
+
+def fitting_lengths(capacity: int, packing: Packing) -> tuple[int, tuple[int, ...]]:
+    """Most tokens of a micro-batch within `capacity`, and the sealed lengths within it: the largest is the most.
+
+    Raises BadConfig where kernels are sealed for longer batches alone.
+    """
+    sealed = packing["sealed_lengths"]
+    if not sealed:
+        return capacity, ()
+    within = tuple(length for length in sealed if length <= capacity)
+    if not within:
+        raise BadConfig(
+            field="train.micro_batch_tokens",
+            found=capacity,
+            allowed=f"at least {sealed[0]}",
+            reason=f"The policy's trainer kernels are sealed for batches of {_listed(sealed)} tokens and no others.",
+        )
+    return within[-1], within
+
+
+def require_fitting(tokens: int, most: int, packing: Packing, what: str) -> None:
+    """Raises BadConfig, with the size that would do, where a sequence of `tokens` is longer than a micro-batch.
+
+    most: as `fitting_lengths` gives it.
+    """
+    if tokens <= most:
+        return
+    reason = f"{what} has {tokens} tokens, and a sequence is never cut."
+    sealed = packing["sealed_lengths"]
+    allowed = next((f"at least {length}" for length in sealed or (tokens,) if length >= tokens), None)
+    if allowed is None:
+        allowed = "no size that is sealed"
+        reason += f" The trainer's kernels are sealed for {_listed(sealed)} tokens; export the policy with more."
+    raise BadConfig(field="train.micro_batch_tokens", found=most, allowed=allowed, reason=reason)
+
+
+def _listed(lengths: Sequence[int]) -> str:
+    return ", ".join(map(str, lengths))
 
 
 def padded_length(tokens: int, capacity: int) -> int:
@@ -82,11 +122,19 @@ def padded_length(tokens: int, capacity: int) -> int:
     return length
 
 
-def _micro_batch(completions: Sequence[Completion], content: list[int], length: int) -> MicroBatch:
+def _micro_batch(
+    completions: Sequence[Completion],
+    content: list[int],
+    length: int,
+    start_multiple: int,
+    sealed_lengths: Sequence[int],
+) -> MicroBatch:
     chosen = [completions[index] for index in content]
     batch = pack(
         [completion.prompt_tokens + completion.tokens for completion in chosen],
         [len(completion.prompt_tokens) for completion in chosen],
         length_multiple=length,
+        start_multiple=start_multiple,
+        sealed_lengths=sealed_lengths,
     )
     return MicroBatch(tuple(content), batch, tuple(completion_rows(batch, number) for number in range(len(chosen))))

@@ -77,6 +77,22 @@ class Completion:
     rows: Mapping[int, np.ndarray] | None = None
 
 
+@dataclass(frozen=True)
+class TappedRows:
+    """Full log-probability rows of one call, left on the device that computed them.
+
+    rows: fp32 [capacity, vocab_size], as anything that exports its memory through DLPack; those at `slots` are set.
+    completions, token_indices: of each of these, the index of its completion in the call's result, and of its token in
+    that completion. chunk_ends: prefill chunks of the call that ended before their prompt did.
+    """
+
+    rows: Any
+    slots: tuple[int, ...]
+    completions: tuple[int, ...]
+    token_indices: tuple[int, ...]
+    chunk_ends: int
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """An engine that samples from the policy and reports the log-probability of what it sampled."""

@@ -23,6 +23,9 @@ from contracts.weight_digest import (
 
 # N: elements of one tensor in row-major order.
 
+# Elements of one reduction: more would need 64-bit indices, and for a stack of layers they are not needed.
+LARGEST_PIECE = 2**31
+
 
 def digest(params: Mapping[str, jax.Array | np.ndarray]) -> str:
     """The digest of packed parameters, 16 hexadecimal digits; equals `contracts.weight_digest.weight_digest`.
@@ -46,9 +49,18 @@ def digest(params: Mapping[str, jax.Array | np.ndarray]) -> str:
 @jax.jit
 def _lanes(tensor: jax.Array, tensor_id: jax.Array) -> jax.Array:
     """Both lanes of one tensor, uint32 [2]. All arithmetic wraps, so the order of the sum does not matter."""
+    if tensor.size < LARGEST_PIECE:
+        return _piece_lanes(tensor, jnp.uint32(0), tensor_id)
+    starts = jax.lax.iota(jnp.uint32, tensor.shape[0]) * jnp.uint32(tensor.size // tensor.shape[0])
+    lanes = jax.lax.map(lambda piece: _piece_lanes(piece[0], piece[1], tensor_id), (tensor, starts))
+    return jnp.sum(lanes, axis=0, dtype=jnp.uint32)
+
+
+def _piece_lanes(tensor: jax.Array, start: jax.Array, tensor_id: jax.Array) -> jax.Array:
+    """Both lanes of a piece of a tensor, whose first element is at position `start`."""
     unsigned = jnp.uint16 if tensor.dtype.itemsize == 2 else jnp.uint32
     word_N = jax.lax.bitcast_convert_type(tensor, unsigned).astype(jnp.uint32).reshape(-1)
-    position_N = jax.lax.iota(jnp.uint32, word_N.size)
+    position_N = start + jax.lax.iota(jnp.uint32, word_N.size)
     return jnp.stack([jnp.sum(_mix(word_N, position_N, tensor_id, lane), dtype=jnp.uint32) for lane in range(LANES)])
 
 

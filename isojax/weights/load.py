@@ -8,7 +8,7 @@ import numpy as np
 from contracts import FILE_NAME, ExecutionContract, load_contract
 from contracts.errors import BadBundle, BadCheckpoint, BadConfig, IdentityMismatch, UnsupportedModel
 from contracts.user_files import read_json_object
-from isojax.kernels import KERNELS_FOLDER, load_kernels
+from isojax.kernels import KERNELS_FOLDER, load_kernels, packing_of
 from isojax.policy.config import PolicyConfig, config_digest
 from isojax.policy.dense import Remat
 from isojax.policy.hugging_face import from_hugging_face
@@ -62,6 +62,7 @@ def load_policy(folder: str | Path, dtype: str | None = None, *, remat: Remat = 
         kernels = load_kernels(path, contract)
         kernel_source.LOADED.add(kernels.programs)
         policy.row_buckets = kernels.shapes.head_rows
+        policy.packing = packing_of(kernels.shapes)
     elif (path / KERNELS_FOLDER).exists():
         raise BadBundle(
             field=str(path / KERNELS_FOLDER),

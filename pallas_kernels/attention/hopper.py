@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pallas_kernels.attention.hopper_decode import combine_splits, decode_attention
-from pallas_kernels.attention.hopper_softmax import Schedule
+from pallas_kernels.attention.hopper_softmax import ROWS, Schedule
 from pallas_kernels.attention.hopper_source import Packed, Paged
 from pallas_kernels.attention.hopper_tiles import tiled_attention
 from pallas_kernels.hopper_tools import sm_count
@@ -51,8 +53,9 @@ def paged_attention_program(
 
     q and out are [T, H, D], the caches [pages, page, K, D], the table [requests, request_pages], the others [T], int32;
     a padding token's request is -1. ``pages`` is a bound: the caches may have fewer, since only pages that the table
-    names are read. ``single`` promises that no request has two tokens, as in a decode step: then ``lanes`` blocks share
-    the splits of a token. Neither moves a bit. Raises ValueError for more rows of the caches than 32 bits can number.
+    names are read. ``lanes`` blocks share the splits of a request's only token, by default so many that few tokens fill
+    the card. ``single`` promises that no request has two tokens, as in a decode step, and leaves the other kernel out.
+    Neither moves a bit. Raises ValueError for more rows of the caches than 32 bits can number.
     """
     # A cache may have more than 2^31 elements: its rows are only reached through TMA, which takes a row and a column of
     # 32 bits each and multiplies with strides of 64.
@@ -72,26 +75,25 @@ def paged_attention_program(
     read = ("q", "k_cache", "v_cache", "positions", "request_of_token", "block_table")
     operands = ("q", "k_cache", "v_cache", "block_table", "request_of_token", "positions")
 
-    def decode(lanes: int, tiled: bool):  # type: ignore[no-untyped-def]
-        options = {"lanes": lanes, "tiled": tiled, "staged_weights": staged_weights}
-        return decode_attention(T, H, K, schedule, source, splits, **options)
-
-    if single and lanes == 1:
-        return Program(buffers, operands, ("out",), (Step("decode", decode(1, False), read, ("out",), by_head),))
-    if single:
-        buffers["acc"] = Buffer((T * splits * H, D), "float32")
-        buffers["stats"] = Buffer((T * splits * K, 2, 64), "float32")
-        combine = combine_splits(T, H, K, schedule, splits)
-        steps = (
-            Step("decode", decode(lanes, False), read, ("acc", "stats"), by_head),
-            Step("combine", combine, ("acc", "stats", "positions", "request_of_token"), ("out",), by_head),
-        )
+    steps: tuple[Step, ...] = ()
+    last: tuple[str, ...] = ()
+    if not single:
+        buffers["tiled"] = Buffer((T, H, D), "bfloat16")
+        tiles = tiled_attention(T, H, K, schedule, source, single_tokens=False, staged_weights=staged_weights)
+        by_token = {**caches, "q": (T, H * D), "tiled": (T, H * D)}
+        steps = (Step("tiles", tiles, read, ("tiled",), by_token),)
+        last = ("tiled",)
+        by_head["tiled"] = (T * H, D)
+    # The last kernel of a token's splits takes the other tokens' rows over.
+    decode = partial(decode_attention, T, H, K, schedule, source, splits, lanes=lanes, staged_weights=staged_weights)
+    if lanes == 1:
+        steps += (Step("decode", decode(tiled=not single), (*read, *last), ("out",), by_head),)
         return Program(buffers, operands, ("out",), steps)
-    buffers["tiled"] = Buffer((T, H, D), "bfloat16")
-    tiles = tiled_attention(T, H, K, schedule, source, single_tokens=False, staged_weights=staged_weights)
-    by_token = {**caches, "q": (T, H * D), "tiled": (T, H * D)}
-    steps = (
-        Step("tiles", tiles, read, ("tiled",), by_token),
-        Step("decode", decode(1, True), (*read, "tiled"), ("out",), {**by_head, "tiled": (T * H, D)}),
+    buffers["acc"] = Buffer((T * splits * H, D), "float32")
+    buffers["stats"] = Buffer((T * splits * K, 2, ROWS), "float32")
+    combine = combine_splits(T, H, K, schedule, splits, tiled=not single)
+    steps += (
+        Step("decode", decode(), read, ("acc", "stats"), by_head),
+        Step("combine", combine, ("acc", "stats", "positions", "request_of_token", *last), ("out",), by_head),
     )
     return Program(buffers, operands, ("out",), steps)

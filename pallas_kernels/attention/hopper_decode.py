@@ -218,15 +218,20 @@ def _take_rows(source: jax.Ref | None, rows: pl.Slice, single: jax.Array, into: 
         plgpu.barrier_wait(copied)
 
 
-def combine_splits(T: int, H: int, K: int, schedule: Schedule, splits: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the kernel ``(acc, stats, positions [T], owners [T]) -> out [T*H, D]``.
+def combine_splits(
+    T: int, H: int, K: int, schedule: Schedule, splits: int, *, tiled: bool = False
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the kernel ``(acc, stats, positions [T], owners [T][, tiled [T*H, D]]) -> out [T*H, D]``.
 
-    Merges the splits of single tokens in ascending order; rows of other tokens are zero.
+    Merges the splits of single tokens in ascending order; rows of other tokens are taken from ``tiled`` where it is
+    given, and are zero otherwise.
     """
     D, G = schedule.D, H // K
 
     def kernel(*refs: jax.Ref) -> None:
-        acc, stats, positions_T, owners_T, out_RD, acc_smem, stats_smem, out_smem, loaded = refs
+        acc, stats, positions_T, owners_T, *others = refs
+        tiled_RD = others.pop(0) if tiled else None
+        out_RD, acc_smem, stats_smem, out_smem, loaded, copied = others
         token, key_head = lax.axis_index("token"), lax.axis_index("key_head")
         single = is_single(owners_T, token, T)
         used = jnp.where(single, lax.div(positions_T[token], jnp.int32(schedule.split)) + 1, 0)
@@ -245,7 +250,9 @@ def combine_splits(T: int, H: int, K: int, schedule: Schedule, splits: int) -> C
         total = lax.fori_loop(0, used, one_split, tuple(softmax.empty_state(D)))
         out_smem[...] = softmax.finish(*State(*total)[1:])
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_RD.at[pl.ds(token * H + key_head * G, G)])
+        rows = pl.ds(token * H + key_head * G, G)
+        _take_rows(tiled_RD, rows, single, out_smem.at[pl.ds(0, G)], copied)
+        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_RD.at[rows])
         plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -260,5 +267,6 @@ def combine_splits(T: int, H: int, K: int, schedule: Schedule, splits: int) -> C
             plgpu.SMEM((2, ROWS), jnp.float32),
             plgpu.SMEM((ROWS, D), jnp.bfloat16),
             plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(),
         ),
     )

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from jax import lax
 from pallas_kernels.hopper_tools import fold, swizzled
 from pallas_kernels.matmul.hopper import choose_tile, matmul_kernel
 from pallas_kernels.matmul.hopper_large import Epilogue, LargeTile, large_matmul
+from pallas_kernels.matmul.hopper_weights import TAIL_ROWS, TILE_ROWS, tail_kernel, tail_start
 from pallas_kernels.program import Buffer, Program, Step
 
 ROWS, BLOCK, LEAVES = 64, 128, 8
@@ -160,40 +162,99 @@ def _rows_kernel(T: int, kinds: int) -> KernelCall:
 
 
 def _normalise_kernel(T: int, V: int, vocab: int) -> KernelCall:
+    if vocab < LANES:
+        return _normalise_narrow_kernel(T, V, vocab)
     chunk = max(size for size in (2048, 1024, 512, 256, 128) if size <= vocab)
+    chunks = vocab // chunk
     lane = plgpu.Layout.WG_STRIDED((chunk,), vec_size=1)
 
     def kernel(logits: jax.Ref, temperature: jax.Ref, constants: jax.Ref, out: jax.Ref) -> None:
         row = lax.axis_index("row")
         maximum, log_sum = constants[0, row], constants[1, row]
-        # The last chunk ends with the row and overlaps its neighbour, whose equal values it writes again.
-        at = jnp.minimum(lax.axis_index("chunk") * chunk, vocab - chunk)
-        raw = plgpu.load(logits.at[pl.ds(row * V + at, chunk)], layout=lane)
-        out[pl.ds(row * vocab + at, chunk)] = (scaled(raw, temperature[0]) - maximum) - log_sum
+
+        def write(at: jax.Array | int) -> None:
+            raw = plgpu.load(logits.at[pl.ds(row * V + at, chunk)], layout=lane)
+            out[pl.ds(row * vocab + at, chunk)] = (scaled(raw, temperature[0]) - maximum) - log_sum
+
+        number = lax.axis_index("chunk")
+        write(number * chunk)
+        if vocab % chunk:
+            # What is left of the row is written with the end of its last whole chunk, again and to the same values.
+            @pl.when(number == chunks - 1)
+            def _rest() -> None:
+                write(vocab - chunk)
 
     return plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * vocab,), jnp.float32),),
-        grid=(pl.cdiv(vocab, chunk), T),
+        grid=(chunks, T),
         grid_names=("chunk", "row"),
         kernel_name="isojax_log_prob_rows",
     )
 
 
+def _normalise_narrow_kernel(T: int, V: int, vocab: int) -> KernelCall:
+    """Rows that are shorter than a warpgroup is wide leave shared memory a number at a time."""
+    lane = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+
+    def kernel(logits: jax.Ref, temperature: jax.Ref, constants: jax.Ref, out: jax.Ref, staged: jax.Ref) -> None:
+        row = lax.axis_index("row")
+        raw = plgpu.load(logits.at[pl.ds(row * V, LANES)], layout=lane)
+        staged[...] = (scaled(raw, temperature[0]) - constants[0, row]) - constants[1, row]
+
+        def write(column: jax.Array, _: None) -> None:
+            out[row * vocab + column] = staged[column]
+
+        lax.fori_loop(0, vocab, write, None)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((T * vocab,), jnp.float32),),
+        grid=(T,),
+        grid_names=("row",),
+        kernel_name="isojax_log_prob_rows_narrow",
+        scratch_types=(plgpu.SMEM((LANES,), jnp.float32),),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """The weights as the matmul's operands ``parts``, and what comes before it for them."""
+
+    parts: tuple[str, ...]
+    buffers: dict[str, Buffer]
+    steps: tuple[Step, ...]
+    views: dict[str, tuple[int, ...]]
+
+
+def _weights(weight_rows: int, H: int, vocab_size: int) -> _Weights:
+    """Raises ValueError for a vocabulary that the weights do not hold."""
+    if not 0 < vocab_size <= weight_rows:
+        raise ValueError(f"vocab_size={vocab_size} is not between 1 and the weight's {weight_rows} rows")
+    buffers = {"w": Buffer((weight_rows, H), "bfloat16")}
+    if weight_rows % TILE_ROWS == 0:
+        return _Weights(("w",), buffers, (), {})
+    buffers["w_tail"] = Buffer((TAIL_ROWS, H), "bfloat16")
+    tail = Step("tail", tail_kernel(weight_rows, H), ("w",), ("w_tail",))
+    whole = tail_start(weight_rows)
+    if not whole:
+        return _Weights(("w_tail",), buffers, (tail,), {})
+    return _Weights(("w", "w_tail"), buffers, (tail,), {"w": (whole, H)})
+
+
 def log_prob_rows_program(T: int, H: int, weight_rows: int, *, vocab_size: int) -> Program:
     """``(x [T, H], w [weight_rows, H], temperature []) -> log_probs [T, vocab_size]`` in float32.
 
-    Raises ValueError for a vocabulary under 128 tokens, or more logits than 32 bits can number.
+    Raises ValueError for a vocabulary that the weight does not hold, or more logits than 32 bits can number.
     """
-    if not BLOCK <= vocab_size <= weight_rows:
-        raise ValueError(f"vocab_size={vocab_size} is not between {BLOCK} and the weight's {weight_rows} rows")
+    weights = _weights(weight_rows, H, vocab_size)
     V = -(-vocab_size // BLOCK) * BLOCK
     if T * V >= 2**31:
         raise ValueError(f"{T} rows of {V} logits are more than 32 bits can number; compute fewer rows at once")
     padded = -(-T // LANES) * LANES
     buffers = {
         "x": Buffer((T, H), "bfloat16"),
-        "w": Buffer((weight_rows, H), "bfloat16"),
+        **weights.buffers,
         "temperature": Buffer((), "float32"),
         "logits": Buffer((T, V), "float32"),
         "sums": Buffer((V // BLOCK, 2, padded), "float32"),
@@ -203,9 +264,11 @@ def log_prob_rows_program(T: int, H: int, weight_rows: int, *, vocab_size: int) 
     }
     scalar = {"temperature": (1,)}
     flat = {**scalar, "logits": (T * V,), "log_probs": (T * vocab_size,)}
-    logits = matmul_kernel(T, V, H, leaves=1, out_dtype="float32", tile=choose_tile(T, V, H, 1))
+    tile = choose_tile(T, V, H, 1)
+    logits = matmul_kernel(T, V, H, leaves=1, out_dtype="float32", tile=tile, weight_parts=len(weights.parts))
     steps = (
-        Step("logits", logits, ("x", "w"), ("logits",)),
+        *weights.steps,
+        Step("logits", logits, ("x", *weights.parts), ("logits",), weights.views),
         Step("blocks", _blocks_kernel(T, V, vocab_size), ("logits", "temperature"), ("sums",), scalar),
         Step("leaves", _leaves_kernel(T, V // BLOCK, 2), ("sums",), ("leaf_sums",)),
         Step("constants", _rows_kernel(T, 2), ("leaf_sums",), ("constants",)),
@@ -224,12 +287,11 @@ def token_log_probs_program(T: int, H: int, weight_rows: int, *, vocab_size: int
     """``(x [T, H], w [weight_rows, H], targets [T], temperature []) -> log_probs [T]`` in float32.
 
     Bit for bit the targets' entries of `log_prob_rows_program`; no logit is written. Raises ValueError where T is no
-    multiple of 128 or the vocabulary is under 128 tokens.
+    multiple of 128 or the weight does not hold the vocabulary.
     """
     if T % LANES:
         raise ValueError(f"T={T} is not a multiple of {LANES}")
-    if not BLOCK <= vocab_size <= weight_rows:
-        raise ValueError(f"vocab_size={vocab_size} is not between {BLOCK} and the weight's {weight_rows} rows")
+    weights = _weights(weight_rows, H, vocab_size)
     V = -(-vocab_size // BLOCK) * BLOCK
 
     def consume(
@@ -248,19 +310,29 @@ def token_log_probs_program(T: int, H: int, weight_rows: int, *, vocab_size: int
     sums = jax.ShapeDtypeStruct((V // BLOCK, 3, T), jnp.float32)
     tile = LargeTile(columns=BLOCK, depth=choose_tile(LANES * 2, V, H, 2).depth)
     fused = large_matmul(
-        T, V, H, leaves=1, bias=False, out_dtype="float32", tile=tile, epilogue=Epilogue(consume, 2, (sums,))
+        T,
+        V,
+        H,
+        leaves=1,
+        bias=False,
+        out_dtype="float32",
+        tile=tile,
+        weight_parts=len(weights.parts),
+        epilogue=Epilogue(consume, 2, (sums,)),
     )
     buffers = {
         "x": Buffer((T, H), "bfloat16"),
-        "w": Buffer((weight_rows, H), "bfloat16"),
+        **weights.buffers,
         "targets": Buffer((T,), "int32"),
         "temperature": Buffer((), "float32"),
         "sums": Buffer(sums.shape, "float32"),
         "leaf_sums": Buffer((LEAVES, 3, T), "float32"),
         "log_probs": Buffer((T,), "float32"),
     }
+    views = {"temperature": (1,), **weights.views}
     steps = (
-        Step("logits", fused, ("x", "w", "temperature", "targets"), ("sums",), {"temperature": (1,)}),
+        *weights.steps,
+        Step("logits", fused, ("x", *weights.parts, "temperature", "targets"), ("sums",), views),
         Step("leaves", _leaves_kernel(T, V // BLOCK, 3), ("sums",), ("leaf_sums",)),
         Step("rows", _rows_kernel(T, 3), ("leaf_sums",), ("log_probs",)),
     )

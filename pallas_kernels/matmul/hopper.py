@@ -47,11 +47,16 @@ def matmul_kernel(
     tile: LargeTile | SmallTile,
     bias: bool = False,
     out_dtype: str = "bfloat16",
+    weight_parts: int = 1,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The kernel of the tile's form. With fewer than N weight rows the missing ones count as zero."""
+    """The kernel of the tile's form. With fewer than N weight rows the missing ones count as zero.
+
+    ``weight_parts``: operands that hold the weights, 2 where they are split as `hopper_weights` does.
+    """
+    common = {"leaves": leaves, "bias": bias, "out_dtype": out_dtype, "weight_parts": weight_parts}
     if isinstance(tile, LargeTile):
-        return large_matmul(T, N, K, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)
-    return small_matmul(T, N, K, leaves=leaves, bias=bias, out_dtype=out_dtype, tile=tile)
+        return large_matmul(T, N, K, tile=tile, **common)
+    return small_matmul(T, N, K, tile=tile, **common)
 
 
 def choose_tile(T: int, N: int, K: int, leaves: int) -> LargeTile | SmallTile:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper_tools import drain, fitting_stages, fold_pairs, sm_count, swizzled
+from pallas_kernels.matmul.hopper_weights import load_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +78,14 @@ def large_matmul(
     bias: bool,
     out_dtype: str,
     tile: LargeTile,
+    weight_parts: int = 1,
     epilogue: Epilogue | None = None,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands.
 
     K is cut into ``leaves`` leaves, each one wgmma chain from zero, folded depth first as the declared tree. With an
-    ``epilogue`` the kernel is ``(x, w, *operands) -> results`` and no tile is written.
+    ``epilogue`` the kernel is ``(x, w, *operands) -> results`` and no tile is written. With two ``weight_parts`` the
+    weights are two operands, as `hopper_weights` makes them.
     Raises ValueError where K does not divide into whole steps of every leaf.
     """
     if N % 64:
@@ -104,7 +107,7 @@ def large_matmul(
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
-        x_TK, w_NK = next(refs_by_role), next(refs_by_role)
+        x_TK, weights = next(refs_by_role), [next(refs_by_role) for _ in range(weight_parts)]
         bias_N = next(refs_by_role) if bias else None
         further = [next(refs_by_role) for _ in range(epilogue.operand_count)] if epilogue else []
         results = [next(refs_by_role) for _ in range(len(epilogue.results) if epilogue else 1)]
@@ -136,8 +139,11 @@ def large_matmul(
                     plgpu.copy_gmem_to_smem(
                         x_TK.at[pl.ds(row, tile.block_rows), along_k], x_smem.at[slot], full.at[slot]
                     )
-                    plgpu.copy_gmem_to_smem(
-                        w_NK.at[pl.ds(column, tile.block_columns), along_k],
+                    load_rows(
+                        weights,
+                        column,
+                        tile.block_columns,
+                        along_k,
                         w_smem.at[slot],
                         full.at[slot],
                         collective_axes="member" if tile.cluster > 1 else None,

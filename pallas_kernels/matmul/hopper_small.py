@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
+from pallas_kernels.matmul.hopper_weights import load_rows
 
 ROWS = 64
 
@@ -33,10 +34,11 @@ class SmallTile:
 
 
 def small_matmul(
-    T: int, N: int, K: int, *, leaves: int, bias: bool, out_dtype: str, tile: SmallTile
+    T: int, N: int, K: int, *, leaves: int, bias: bool, out_dtype: str, tile: SmallTile, weight_parts: int = 1
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands, T at most 256.
 
+    With two ``weight_parts`` the weights are two operands, as `hopper_weights` makes them.
     Raises ValueError where T is no multiple of 8 (wgmma's step along N) or K has no whole number of steps a leaf.
     """
     if T % 8 or not 0 < T <= 256:
@@ -58,7 +60,7 @@ def small_matmul(
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
-        x_TK, w_NK = next(refs_by_role), next(refs_by_role)
+        x_TK, weights = next(refs_by_role), [next(refs_by_role) for _ in range(weight_parts)]
         bias_N = next(refs_by_role) if bias else None
         out_TN, x_smem, w_smem, out_smem, full, empty = (next(refs_by_role) for _ in range(6))
         inbox, arrived = (next(refs_by_role), next(refs_by_role)) if tile.parallel > 1 else (None, None)
@@ -81,7 +83,7 @@ def small_matmul(
                         plgpu.barrier_wait(empty.at[slot])
 
                     along_k = pl.ds((member * steps + k) * tile.depth, tile.depth)
-                    plgpu.copy_gmem_to_smem(w_NK.at[pl.ds(row, block_rows), along_k], w_smem.at[slot], full.at[slot])
+                    load_rows(weights, row, block_rows, along_k, w_smem.at[slot], full.at[slot])
                     plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot], full.at[slot])
                     return done + 1
 

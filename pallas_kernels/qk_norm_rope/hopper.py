@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,14 +16,51 @@ from pallas_kernels.hopper_tools import swizzled
 from pallas_kernels.program import Buffer, Program, Step
 
 BLOCK = 64
+PIECE = 32
 
 
 def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: float, heads: int = 1) -> Program:
-    """``(q [T, N, D], k [T, K, D], cos_sin [T, D] float32[, q_norm [D], k_norm [D]]) -> (q, k)`` in bfloat16.
+    """``(qkv [T, (N + 2K) * D], cos_sin [T, D] float32[, q_norm [D], k_norm [D]]) -> (q, k, v)`` in bfloat16.
 
-    ``heads`` heads share one read of the table in a block; that moves no bit. Raises ValueError where half a head is no
-    multiple of 8.
+    q is [T, N, D], k and v are [T, K, D]. ``heads`` heads share one read of the table in a block; that moves no bit.
+    Raises ValueError where half a head is no multiple of 8.
     """
+    buffers, norms = _shared_buffers(T, N, K, D, norm)
+    buffers |= dict.fromkeys(("k", "v"), Buffer((T, K, D), "bfloat16"))
+    operands, results = ("qkv", "cos_sin", *norms), ("q", "k", "v")
+    views = {"q": (T, N * D), "k": (T, K * D), "v": (T, K * D)}
+    call = _kernel(T, N, K, D, norm=norm, eps=eps, heads=heads, rows=None)
+    return Program(buffers, operands, results, (Step("qk_norm_rope", call, operands, results, views),))
+
+
+def paged_qk_norm_rope_program(
+    T: int, N: int, K: int, D: int, *, pages: int, page: int, norm: bool, eps: float, heads: int = 1
+) -> Program:
+    """``(qkv, cos_sin, slots [T] int32, k_cache, v_cache[, q_norm, k_norm]) -> (q, k_cache, v_cache)``.
+
+    The same values as `qk_norm_rope_program`, keys and values in the rows ``slots`` of the caches [pages, page, K, D],
+    which are written in place; a token with a slot below 0 is left out. ``pages`` is a bound, as in paged attention.
+    """
+    buffers, norms = _shared_buffers(T, N, K, D, norm)
+    caches = ("k_cache", "v_cache")
+    buffers |= {"slots": Buffer((T,), "int32"), **dict.fromkeys(caches, Buffer((pages, page, K, D), "bfloat16", True))}
+    operands, results = ("qkv", "cos_sin", "slots", *caches, *norms), ("q", *caches)
+    views = {"q": (T, N * D), **dict.fromkeys(caches, (pages * page, K * D))}
+    call = _kernel(T, N, K, D, norm=norm, eps=eps, heads=heads, rows=pages * page)
+    return Program(buffers, operands, results, (Step("paged_qk_norm_rope", call, operands, results, views),))
+
+
+def _shared_buffers(T: int, N: int, K: int, D: int, norm: bool) -> tuple[dict[str, Buffer], tuple[str, ...]]:
+    buffers = {"qkv": Buffer((T, (N + 2 * K) * D), "bfloat16"), "cos_sin": Buffer((T, D), "float32")}
+    buffers["q"] = Buffer((T, N, D), "bfloat16")
+    norms = ("q_norm", "k_norm") if norm else ()
+    return buffers | dict.fromkeys(norms, Buffer((D,), "bfloat16")), norms
+
+
+def _kernel(
+    T: int, N: int, K: int, D: int, *, norm: bool, eps: float, heads: int, rows: int | None
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """rows: of the caches that keys and values go to; None for arrays of their own."""
     F = D // 2
     if D % 16:
         raise ValueError(f"head size {D} is not a multiple of 16")
@@ -30,22 +69,65 @@ def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: flo
         # Half heads that no swizzle fits are read element by element.
         return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=F % 16 == 0)
 
-    def kernel(q_TN: jax.Ref, k_TK: jax.Ref, cos_sin_TD: jax.Ref, *refs: jax.Ref) -> None:
-        norms, (q_out, k_out, x_smem, table_smem, loaded, table_loaded) = refs[:-6], refs[-6:]
-        rows = pl.ds(lax.axis_index("tokens") * BLOCK, BLOCK)
-        for half in range(2):
-            plgpu.copy_gmem_to_smem(cos_sin_TD.at[rows, pl.ds(half * F, F)], table_smem.at[half], table_loaded)
-        plgpu.barrier_wait(table_loaded)
+    paged = rows is not None
 
-        def rotate(source: jax.Ref, target: jax.Ref, head: jax.Array, weight_D: jax.Ref | None) -> None:
+    def kernel(qkv_TC: jax.Ref, cos_sin_TD: jax.Ref, *refs: jax.Ref) -> None:
+        names = iter(refs)
+        slots_T = next(names) if paged else None
+        for _ in range(2 if paged else 0):
+            # The caches as operands: the results are the same memory.
+            next(names)
+        norms = [next(names) for _ in range(2 if norm else 0)]
+        q_out, k_out, v_out, x_smem, table_smem, loaded, table_loaded = (next(names) for _ in range(7))
+        slots_smem, row_smem, slots_loaded = (next(names) for _ in range(3)) if paged else (None, None, None)
+        first_token = lax.axis_index("tokens") * BLOCK
+        block = pl.ds(first_token, BLOCK)
+        if paged:
+            plgpu.copy_gmem_to_smem(slots_T.at[block], slots_smem, slots_loaded)
+        for half in range(2):
+            plgpu.copy_gmem_to_smem(cos_sin_TD.at[block, pl.ds(half * F, F)], table_smem.at[half], table_loaded)
+        plgpu.barrier_wait(table_loaded)
+        if paged:
+            plgpu.barrier_wait(slots_loaded)
+
+        def fetch(head: jax.Array) -> None:
             for half in range(2):
                 columns = pl.ds(head * D + half * F, F)
-                plgpu.copy_gmem_to_smem(source.at[rows, columns], x_smem.at[half], loaded)
+                plgpu.copy_gmem_to_smem(qkv_TC.at[block, columns], x_smem.at[half], loaded)
             plgpu.barrier_wait(loaded)
-            halves = [
-                plgpu.load(x_smem.at[half], layout=plgpu.Layout.WGMMA, optimized=F % 16 == 0).astype(jnp.float32)
-                for half in range(2)
-            ]
+
+        def put(target: jax.Ref, head: jax.Array) -> None:
+            for half in range(2):
+                plgpu.copy_smem_to_gmem(x_smem.at[half], target.at[block, pl.ds(head * D + half * F, F)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def put_key_or_value(target: jax.Ref, head: jax.Array) -> None:
+            if not paged:
+                put(target, head)
+                return
+            # Out of the swizzled tile, since a row of the cache is copied alone. In pieces that the compiler has no
+            # swizzle of its own for: it would not undo that where a single row is copied.
+            piece = PIECE if F % PIECE == 0 else F
+            for half in range(2):
+                value_BF = load(x_smem.at[half])
+                for start in range(0, F, piece):
+                    columns = pl.ds(half * F + start, piece)
+                    row_smem[:, columns] = value_BF[:, start : start + piece]
+            plgpu.commit_smem()
+
+            def write_row(row: jax.Array, _: None) -> None:
+                slot = slots_smem[row]
+
+                @pl.when(slot >= 0)
+                def _() -> None:
+                    columns = pl.ds(head * D, D)
+                    plgpu.copy_smem_to_gmem(row_smem.at[pl.ds(row, 1)], target.at[pl.ds(slot, 1), columns])
+
+            lax.fori_loop(0, jnp.minimum(BLOCK, T - first_token), write_row, None)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def rotate(weight_D: jax.Ref | None) -> None:
+            halves = [load(x_smem.at[half]).astype(jnp.float32) for half in range(2)]
             if weight_D is not None:
                 squares_B = sum(jnp.sum(x_BF * x_BF, axis=1) for x_BF in halves)
                 scale_B = lax.rsqrt(squares_B * (1.0 / D) + eps)
@@ -56,50 +138,48 @@ def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: flo
                     normed_BF = (halves[half] * scale_B[:, None]).astype(jnp.bfloat16).astype(jnp.float32)
                     weighted_BF = (normed_BF * weight_F.astype(jnp.float32)[None, :]).astype(jnp.bfloat16)
                     halves[half] = weighted_BF.astype(jnp.float32)
-            cos_BF, sin_BF = (
-                plgpu.load(table_smem.at[half], layout=plgpu.Layout.WGMMA, optimized=F % 16 == 0) for half in range(2)
-            )
+            cos_BF, sin_BF = (load(table_smem.at[half]) for half in range(2))
             first_BF, second_BF = halves
             x_smem[0] = (first_BF * cos_BF - second_BF * sin_BF).astype(jnp.bfloat16)
             x_smem[1] = (second_BF * cos_BF + first_BF * sin_BF).astype(jnp.bfloat16)
             plgpu.commit_smem()
-            for half in range(2):
-                plgpu.copy_smem_to_gmem(x_smem.at[half], target.at[rows, pl.ds(head * D + half * F, F)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         for offset in range(heads):
             head = lax.axis_index("heads") * heads + offset
 
             @pl.when(head < N)
             def _(head: jax.Array = head) -> None:
-                rotate(q_TN, q_out, head, norms[0] if norm else None)
+                fetch(head)
+                rotate(norms[0] if norm else None)
+                put(q_out, head)
 
             @pl.when((head >= N) & (head < N + K))
             def _(head: jax.Array = head) -> None:
-                rotate(k_TK, k_out, head - N, norms[1] if norm else None)
+                fetch(head)
+                rotate(norms[1] if norm else None)
+                put_key_or_value(k_out, head - N)
+
+            @pl.when((head >= N + K) & (head < N + 2 * K))
+            def _(head: jax.Array = head) -> None:
+                fetch(head)
+                put_key_or_value(v_out, head - N - K)
 
         plgpu.wait_smem_to_gmem(0)
 
     half_tile = plgpu.SMEM((2, BLOCK, F), jnp.bfloat16, transforms=swizzled(F))
-    call = plgpu.kernel(
+    writes = (plgpu.SMEM((BLOCK,), jnp.int32), plgpu.SMEM((BLOCK, D), jnp.bfloat16), plgpu.Barrier())
+    shapes = ((T, N * D), (rows or T, K * D), (rows or T, K * D))
+    return plgpu.kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct((T, N * D), jnp.bfloat16), jax.ShapeDtypeStruct((T, K * D), jnp.bfloat16)),
-        grid=(pl.cdiv(T, BLOCK), pl.cdiv(N + K, heads)),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
+        grid=(pl.cdiv(T, BLOCK), pl.cdiv(N + 2 * K, heads)),
         grid_names=("tokens", "heads"),
-        kernel_name="isojax_qk_norm_rope",
+        kernel_name="isojax_paged_qk_norm_rope" if paged else "isojax_qk_norm_rope",
         scratch_types=(
             half_tile,
             plgpu.SMEM((2, BLOCK, F), jnp.float32, transforms=swizzled(F, "float32")),
             plgpu.Barrier(num_arrivals=2),
             plgpu.Barrier(num_arrivals=2),
+            *(writes if paged else ()),
         ),
     )
-    buffers = {"q": Buffer((T, N, D), "bfloat16"), "k": Buffer((T, K, D), "bfloat16")}
-    buffers |= {"q_out": buffers["q"], "k_out": buffers["k"], "cos_sin": Buffer((T, D), "float32")}
-    operands: tuple[str, ...] = ("q", "k", "cos_sin")
-    if norm:
-        buffers |= {"q_norm": Buffer((D,), "bfloat16"), "k_norm": Buffer((D,), "bfloat16")}
-        operands += ("q_norm", "k_norm")
-    views = {"q": (T, N * D), "q_out": (T, N * D), "k": (T, K * D), "k_out": (T, K * D)}
-    results = ("q_out", "k_out")
-    return Program(buffers, operands, results, (Step("qk_norm_rope", call, operands, results, views),))

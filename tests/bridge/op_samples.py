@@ -30,13 +30,18 @@ def sample(region: str, tokens: int = 9, dtype: torch.dtype = torch.bfloat16, se
     cache, other_cache = floats(pages + 1, 4, 2, 8), floats(pages + 1, 4, 2, 8)
     cos_sin = torch.randn(tokens, 8, generator=generator)
     temperature = torch.tensor(1.3)
+    slots = torch.where(positions == 1, -1, positions + 2)
     softmax = {"scale": 8**-0.5, "split": 512}
     samples = {
         "matmul": Sample((floats(tokens, 16), floats(24, 16), floats(24)), {"leaves": 2, "out_dtype": name_of(dtype)}),
         "rms_norm": Sample((floats(tokens, 16), floats(16)), {"eps": 1e-5}),
         "add_rms_norm": Sample((floats(tokens, 16), floats(tokens, 16), floats(16)), {"eps": 1e-5}),
         "residual_add": Sample((floats(tokens, 16), floats(tokens, 16)), {}),
-        "qk_norm_rope": Sample((q, k, cos_sin, floats(8), floats(8)), {"eps": 1e-5}),
+        "qk_norm_rope": Sample((floats(tokens, 64), cos_sin, floats(8), floats(8)), {"key_heads": 2, "eps": 1e-5}),
+        "paged_qk_norm_rope": Sample(
+            (floats(tokens, 64), cos_sin, slots, cache, other_cache, floats(8), floats(8)),
+            {"key_heads": 2, "eps": 1e-5},
+        ),
         "swiglu": Sample((floats(tokens, 64),), {}),
         "attention": Sample((q, k, v, positions, segments, 3), softmax),
         "paged_attention": Sample((q, cache, other_cache, table, segments, positions), softmax),

@@ -11,7 +11,7 @@ from engine_samples import PADDED_ROWS, PADDED_TOKENS, same_bits, tiny_policy
 from bridge import attention_backend, gpu_model
 from bridge.arrays import to_torch
 from bridge.gpu_attention import GpuMetadataBuilder
-from contracts.errors import LaunchRefused
+from contracts.errors import LaunchRefused, WeightDigestMismatch
 from isojax import export_policy, pack
 from pallas_kernels.kernel_shapes import KernelShapes
 
@@ -122,3 +122,19 @@ def test_served_kernels_are_those_of_the_buckets_that_ran(engine):
         "engine_decode": {"matmul": ["small"], "log_prob_rows": ["head"]},
         "engine_prefill": {"matmul": ["large", "small"], "log_prob_rows": ["head"]},
     }
+
+
+def test_dropped_weights_are_not_served_before_they_were_written_again(engine):
+    weights = engine.model.weights
+    weights.require_known()
+    held = weights.digest
+    weights.begin_update()
+    with pytest.raises(WeightDigestMismatch, match="dropped by a deep sleep"):
+        weights.require_known()
+    weights.digest = held
+
+
+def test_vllms_dummy_weights_reach_the_parameters_alone(engine):
+    # load_format dummy overwrites every floating-point entry of the state: none may be a constant.
+    floating = {name for name, tensor in engine.model.state_dict().items() if tensor.is_floating_point()}
+    assert floating == {f"weights.{name.replace('.', '_')}" for name in engine.policy.parameter_shapes}

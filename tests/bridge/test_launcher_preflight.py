@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bridge import launcher
 from bridge.launcher import Launcher
 from contracts.errors import LaunchRefused
 from pallas_kernels.program import Buffer
@@ -42,7 +43,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(launcher, "raw_stream", lambda device_index: 0)
     return Recorder()
 
 

@@ -1,8 +1,11 @@
 """A step's operands from vLLM's device tensors: padding is inert, and attention over them is the CPU engine's own."""
 
+import dataclasses
+
 import pytest
 import torch
 
+from bridge import gpu_attention
 from bridge.attention_backend import CachedAttention, StepMetadata
 from bridge.gpu_attention import GpuCachedAttention, GpuStepMetadata
 from bridge.step_inputs import BatchTensors, StepInputs, StepOperands, smallest_bucket
@@ -68,19 +71,19 @@ def test_padding_is_inert_and_real_tokens_keep_their_places(step, bucket):
     assert operands.tokens_T.tolist() == step.ids[:real].tolist() + [0] * (bucket - real)
     assert operands.positions_T.tolist() == step.positions[:real].tolist() + [0] * (bucket - real)
     assert operands.request_of_token_T.tolist() == step.owner[:real].tolist() + [-1] * (bucket - real)
-    for tensor in (operands.tokens_T, operands.positions_T, operands.request_of_token_T, operands.page_table_RP):
-        assert tensor.dtype == torch.int32
-    # Keys of slot s of block b lie in page 2 b of the cache; padding writes into vLLM's null block.
-    slots = step.batch.slot_mapping
-    expected = torch.where(slots < 0, 0, slots // PAGE * 2 * PAGE + slots % PAGE)
-    assert torch.equal(operands.slots_N, expected)
+    for field in dataclasses.fields(operands):
+        assert getattr(operands, field.name).dtype == torch.int32
+    # Keys of slot s of block b lie in page 2 b of the cache; padding writes nowhere.
+    slots = step.batch.slot_mapping[:real]
+    expected = slots // PAGE * 2 * PAGE + slots % PAGE
+    assert operands.slots_T.tolist() == expected.tolist() + [-1] * (bucket - real)
     assert torch.equal(operands.page_table_RP[: len(step.table)], 2 * step.table[:, :REQUEST_PAGES])
 
 
 def test_the_same_memory_serves_every_step_of_a_bucket():
     inputs = _inputs()
     first, second = (_prepare(inputs, step) for step in (Step([(0, 3)]), Step([(2, 5), (0, 1)])))
-    for name in ("tokens_T", "positions_T", "request_of_token_T", "page_table_RP"):
+    for name in ("tokens_T", "positions_T", "request_of_token_T", "slots_T", "page_table_RP"):
         assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr()
 
 
@@ -90,7 +93,7 @@ def test_a_step_beyond_the_largest_bucket_is_refused_by_name():
         _inputs().bucket_of(17)
 
 
-def test_attention_over_the_device_tensors_is_that_of_the_cpu_engine():
+def test_the_cards_ops_write_and_read_the_cache_as_the_cpu_engine_does(monkeypatch):
     H, K, D = 4, 2, 8
     step = Step([(0, 3), (6, 2)], tokens=8, requests=3)
     generator = torch.Generator().manual_seed(0)
@@ -98,9 +101,7 @@ def test_attention_over_the_device_tensors_is_that_of_the_cpu_engine():
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
-    query, key, value = normal(8, H, D), normal(8, K, D), normal(8, K, D)
-    # As in a card's graph, keys and values are slices of the projection.
-    value = torch.cat([value, value], 1)[:, :K]
+    qkv, cos_sin, norms = normal(8, (H + 2 * K) * D), torch.rand(8, D, generator=generator), (normal(D), normal(D))
     cache = normal(2 * step.blocks, PAGE, K, D)
     inputs = _inputs()
     operands = _prepare(inputs, step)
@@ -108,15 +109,16 @@ def test_attention_over_the_device_tensors_is_that_of_the_cpu_engine():
     caches = cache.clone(), cache.clone()
     for attention, pages in zip((on_card, on_cpu), caches, strict=True):
         attention.bind(pages)
-    call = {"positions": operands.positions_T}
+    parameters = {"key_heads": K, "eps": 1e-6}
     given = GpuStepMetadata(step.batch, decode=False, operands=operands)
-    found = on_card.forward(None, query, key, value, cache, given, **call)
-    slots = operands.slots_N[: step.real]
+    monkeypatch.setattr(gpu_attention, "step_metadata", lambda: given)
+    found = on_card.attend(on_card.write(qkv, cos_sin, *norms, **parameters), operands.positions_T)
+    slots = operands.slots_T[: step.real].long()
     reference = StepMetadata(step.real, slots, operands.page_table_RP, operands.request_of_token_T, False)
-    expected = on_cpu.forward(None, query, key.contiguous(), value.contiguous(), cache, reference, **call)
+    heads = torch.ops.isojax.qk_norm_rope(qkv, cos_sin, *norms, **parameters)
+    expected = on_cpu.forward(None, *heads, cache, reference, positions=operands.positions_T)
     assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
     assert bool(found[: step.real].float().abs().sum(2).all())
     assert bool((found[step.real :] == 0).all())
-    # Beside the null block both wrote the same cache.
-    assert torch.equal(caches[0][2:].view(torch.int16), caches[1][2:].view(torch.int16))
+    assert torch.equal(caches[0].view(torch.int16), caches[1].view(torch.int16))
     assert not torch.equal(caches[0][2:].view(torch.int16), cache[2:].view(torch.int16))

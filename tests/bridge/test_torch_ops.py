@@ -58,7 +58,25 @@ def test_the_schema_follows_the_declaration():
 )
 def test_the_op_gives_the_bits_of_jax(region, dtype):
     given = sample(region, dtype=dtype)
-    assert_equal_bits(call(region, given), in_jax(region, given))
+    expected = in_jax(region, given)
+    results = call(region, given)
+    updated = [given.operands[REGIONS[region].operands.index(name)] for name in REGIONS[region].updates]
+    assert_equal_bits([*results, *updated], expected)
+
+
+def test_an_updated_operand_is_written_in_place_and_only_where_its_rows_are():
+    given = sample("paged_qk_norm_rope")
+    qkv, cos_sin, slots, cache, _, *norms = given.operands
+    # One cache as vLLM lays it out: the values' view starts a page behind the keys'.
+    before = cache.clone()
+    op_of(REGIONS["paged_qk_norm_rope"])(qkv, cos_sin, slots, cache[:-1], cache[1:], *norms, **given.parameters)
+    _, k, v = op_of(REGIONS["qk_norm_rope"])(qkv, cos_sin, *norms, **given.parameters)
+    page = cache.shape[1]
+    slots, k, v = slots[:3], k[:3], v[:3]
+    assert slots.tolist() == [2, -1, 4]
+    assert torch.equal(cache.view(-1, *cache.shape[2:])[2], k[0])
+    assert torch.equal(cache.view(-1, *cache.shape[2:])[2 + page], v[0])
+    assert torch.equal(cache[0, :2], before[0, :2])
 
 
 @pytest.mark.parametrize("region", sorted(REGIONS))
@@ -118,9 +136,9 @@ def test_an_optional_operand_may_be_left_out_or_none():
 
 
 def test_an_optional_operand_after_a_missing_one_is_refused():
-    q, k, cos_sin, _, k_norm = sample("qk_norm_rope").operands
+    qkv, cos_sin, _, k_norm = sample("qk_norm_rope").operands
     with pytest.raises(TypeError, match="optional"):
-        op_of(REGIONS["qk_norm_rope"])(q, k, cos_sin, None, k_norm, eps=1e-5)
+        op_of(REGIONS["qk_norm_rope"])(qkv, cos_sin, None, k_norm, key_heads=2, eps=1e-5)
 
 
 def test_int64_operands_are_taken_as_int32():

@@ -129,6 +129,20 @@ def test_pages_equal_packed_in_prefill_chunks_and_decode(compiler, H, K, D, page
         at += stop - start
 
 
+@pytest.mark.parametrize(("H", "K", "D"), HEADS)
+def test_splits_in_parallel_in_a_mixed_batch_equal_packed(compiler, H, K, D):
+    batch = Batch(LENGTHS, H, K, D)
+    packed = batch.packed(compiler)
+    wanted = [(3, 699, 700), (5, 1288, 1300), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 16, 17)]
+    for lanes in (2, 3):
+        out = batch.paged(compiler, wanted, 16, 48, lanes=lanes)
+        at = 0
+        for number, start, stop in wanted:
+            found = out[at : at + stop - start]
+            assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{lanes} lanes, {number}, {start} on")
+            at += stop - start
+
+
 @pytest.mark.parametrize("least_pages", [0, 2**20])
 def test_neither_a_bound_on_the_pages_nor_rows_beyond_32_bit_elements_move_a_bit(compiler, least_pages):
     batch = Batch(LENGTHS, 16, 2, 128)

@@ -1,9 +1,10 @@
 """Real vLLM on a card against the trainer on the same card: 0 mismatches, with CUDA graphs and without.
 
-Needs exported policies: `python benchmarks/engine_parity.py --prepare FOLDER` where kernels can be sealed, or
+Needs exported policies: `python benchmarks/engine_parity.py FOLDER --prepare small` where kernels can be sealed, or
 `isojax export CHECKPOINT --arch sm90 --out FOLDER`; ISOJAX_CARD_POLICIES names the folders, separated by colons.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -20,12 +21,16 @@ FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").spl
 @pytest.mark.skipif(not FOLDERS, reason="ISOJAX_CARD_POLICIES names no exported policy")
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_every_path_through_the_engine_equals_the_trainer(folder, graphs):
-    from engine_parity import BATCHES, STEP_TOKENS, measure
+def test_every_path_through_the_engine_equals_the_trainer(folder, graphs, tmp_path):
+    from engine_parity import Options, run
+    from engine_parity_cases import Sizes
 
-    settings = {"max_step_tokens": STEP_TOKENS, "max_sequences": max(BATCHES), "cuda_graphs": graphs}
-    found = measure(folder, settings, tokens=24, rows=64)
-    assert len(found["cases"]) == 4 * len(BATCHES)
-    for name, case in found["cases"].items():
-        assert case["rows"], f"{name}: no full row was compared"
+    sizes = Sizes(batches=(1, 8, 64), decode_tokens=24, rows=64)
+    out = tmp_path / "results.json"
+    totals = run(folder, Options(tokens=0, graphs=(graphs,), sizes=sizes), out)
+    cases = json.loads(out.read_text())["cases"]
+    assert len(cases) == 4 * len(sizes.batches) + 2, "every path a batch, a preemption and a sync"
+    for name, case in cases.items():
+        assert case.get("rows"), f"{name}: no full row was compared: {case}"
         assert case["exact"], f"{name}: {case}"
+    assert totals["exact"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpu_tools import assert_equal_bits, hazardous, launcher, normal, relative_error
 
-from pallas_kernels.qk_norm_rope.hopper import qk_norm_rope_program
+from pallas_kernels.qk_norm_rope.hopper import paged_qk_norm_rope_program, qk_norm_rope_program
 from pallas_kernels.residual_add.hopper import residual_add_program
 from pallas_kernels.rms_norm.hopper import add_rms_norm_program, rms_norm_program
 from pallas_kernels.swiglu.hopper import swiglu_program
@@ -64,15 +64,46 @@ def _rope(x: torch.Tensor, table: torch.Tensor, w: torch.Tensor | None) -> torch
 @pytest.mark.parametrize("norm", [True, False])
 def test_rotary_embedding_is_right_and_row_invariant(compiler, D, norm):
     T, N, K = 136, 6, 2
-    q, k = normal(T, N, D, seed=5), normal(T, K, D, seed=6)
+    qkv = normal(T, (N + 2 * K) * D, seed=5)
     angles = torch.rand(T, D // 2, device="cuda") * 100
     table = torch.cat([angles.cos(), angles.sin()], -1)
     weights = (normal(D, seed=7), normal(D, seed=8)) if norm else ()
-    found = launcher(compiler, qk_norm_rope_program(T, N, K, D, norm=norm, eps=EPS))(q, k, table, *weights)
-    for out, x, w in zip(found, (q, k), weights or (None, None), strict=True):
+    found = launcher(compiler, qk_norm_rope_program(T, N, K, D, norm=norm, eps=EPS))(qkv, table, *weights)
+    q, k, v = qkv.view(T, -1, D).split((N, K, K), dim=1)
+    assert_equal_bits(found[2], v, "values")
+    for out, x, w in zip(found[:2], (q, k), weights or (None, None), strict=True):
         assert relative_error(out, _rope(x, table, w)) < 1e-3
     for few, heads in ((1, 1), (8, 4), (64, 2)):
         run = launcher(compiler, qk_norm_rope_program(few, N, K, D, norm=norm, eps=EPS, heads=heads))
         part = slice(70, 70 + few)
-        for out, whole in zip(run(q[part].clone(), k[part].clone(), table[part].clone(), *weights), found, strict=True):
+        for out, whole in zip(run(qkv[part].clone(), table[part].clone(), *weights), found, strict=True):
             assert_equal_bits(out, whole[part], f"{few} tokens, {heads} heads a block")
+
+
+@pytest.mark.parametrize(
+    ("T", "D", "pages", "page"),
+    [(8, 64, 9, 16), (136, 80, 40, 16), (40, 256, 3, 128), (16, 128, 40, 16), (72, 128, 2**20, 16)],
+)
+@pytest.mark.parametrize("norm", [True, False])
+def test_keys_and_values_reach_their_rows_of_the_cache_and_no_others(compiler, T, D, pages, page, norm):
+    N, K = 6, 2
+    qkv = normal(T, (N + 2 * K) * D, seed=5)
+    angles = torch.rand(T, D // 2, device="cuda") * 100
+    table = torch.cat([angles.cos(), angles.sin()], -1)
+    weights = (normal(D, seed=7), normal(D, seed=8)) if norm else ()
+    q, k, v = launcher(compiler, qk_norm_rope_program(T, N, K, D, norm=norm, eps=EPS))(qkv, table, *weights)
+    # As vLLM lays a cache out: a block is a page of keys, then one of values. The last rows are beyond 2^31 elements.
+    blocks = torch.full((pages + 1, page, K, D), float("nan"), device="cuda", dtype=torch.bfloat16)
+    caches = blocks[:-1], blocks[1:]
+    order = torch.randperm(min(T, pages // 2 * page), generator=torch.Generator().manual_seed(2))
+    slots = (pages // 2 * page - 1 - order).to("cuda")
+    slots = slots + slots // page * page
+    slots[::3] = -1
+    program = paged_qk_norm_rope_program(T, N, K, D, pages=max(pages, 2**16), page=page, norm=norm, eps=EPS)
+    found = launcher(compiler, program)(qkv, table, slots.int(), *caches, *weights)
+    assert_equal_bits(found[0], q, "queries")
+    kept = slots >= 0
+    for cache, rows, what in zip(caches, (k, v), ("keys", "values"), strict=True):
+        assert_equal_bits(cache.view(-1, K, D)[slots[kept]], rows[kept], what)
+    written = int((~blocks.isnan()).sum()) if pages < 2**16 else 2 * int(kept.sum()) * K * D
+    assert written == 2 * int(kept.sum()) * K * D, "something else of the cache was written"

@@ -1,12 +1,14 @@
 """The comparison of an engine with the trainer counts every difference, in sampled tokens and in full rows."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from isojax.evidence.engine_parity import ROWS_AT_ONCE, compare_with_trainer
-from isojax.rl.rollout import Completion
+from isojax.rl.rollout import Completion, TappedRows
 
 VOCABULARY = 50
 
@@ -72,6 +74,34 @@ def test_one_bit_in_a_token_or_a_row_is_found(spoil):
         assert not counts.exact
         assert (counts.token_mismatches, counts.row_mismatches) == ((1, 0) if where == "token" else (0, 1))
         assert counts.max_abs > 0
+
+
+def _tapped(completions: list[Completion], limit: int) -> TappedRows:
+    """The completions' rows in one torch tensor with room to spare, in no order."""
+    places = [(i, t) for i, completion in enumerate(completions) for t in range(len(completion.tokens))]
+    slots = np.random.default_rng(2).permutation(limit)[: len(places)]
+    rows = torch.full((limit, VOCABULARY), float("nan"))
+    for slot, (index, token) in zip(slots, places, strict=True):
+        rows[slot] = torch.from_numpy(completions[index].rows[token].copy())
+    return TappedRows(rows, tuple(map(int, slots)), *zip(*places, strict=True), chunk_ends=0)
+
+
+@pytest.mark.parametrize("bit", [0, 1], ids=["equal", "one bit in one row"])
+def test_rows_that_stay_in_torch_memory_are_compared_there(bit):
+    trainer = Trainer()
+    completions = _completions(trainer)
+    tapped = _tapped(completions, limit=64)
+    words = tapped.rows.view(torch.int32)
+    words[tapped.slots[20], 11] ^= bit
+    bare = [dataclasses.replace(completion, rows=None) for completion in completions]
+    packing = {"start_multiple": 8, "sealed_lengths": (32, 64)}
+    counts = compare_with_trainer(
+        trainer, {}, bare, temperature=1.0, batch_tokens=64, packing=packing, tapped=tapped, rows_at_once=16
+    )
+    assert (counts.tokens, counts.rows, counts.token_mismatches) == (43, 43, 0)
+    assert counts.row_mismatches == bit
+    assert (counts.max_abs > 0) == bool(bit)
+    assert trainer.row_counts == {16}
 
 
 def test_nothing_compared_is_not_exact():

@@ -16,6 +16,8 @@ from contracts.errors import MeshNotClaimed
 from isojax import build_contract, mesh_degrees, score_on_mesh
 from isojax.mesh import PROVED_DEGREES
 
+pytestmark = pytest.mark.long_file
+
 HERE = Path(__file__).parent
 
 

@@ -25,6 +25,14 @@ def test_the_jax_form_equals_the_reference(dtype, shape) -> None:
     assert digest({name: jnp.asarray(value) for name, value in params.items()}) == weight_digest(params)
 
 
+@pytest.mark.parametrize("shape", [(5, 31, 11), (13, 77), (701,)])
+def test_a_tensor_too_large_for_one_reduction_has_the_same_digest(shape, monkeypatch) -> None:
+    monkeypatch.setattr("isojax.weights.digest.LARGEST_PIECE", 700)
+    tensor = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    # A shape of its own: what JAX has compiled knows the limit of its time.
+    assert digest({"embed": jnp.asarray(tensor)}) == weight_digest({"embed": tensor})
+
+
 def test_the_published_vectors_hold() -> None:
     vectors = json.loads(VECTORS.read_text())["tensors"]
     whole = [vector for vector in vectors if vector["first_position"] == 0]

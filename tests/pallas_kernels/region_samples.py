@@ -47,7 +47,7 @@ def _weight(*shapes: tuple[int, ...], scale: float = 1.0) -> Callable[..., tuple
 def _heads(rng: np.random.Generator, tokens: int, dtype: Any) -> tuple[Any, ...]:
     angle = rng.uniform(0, 6.28, (tokens, HEAD // 2))
     table = jnp.asarray(np.concatenate([np.cos(angle), np.sin(angle)], 1), jnp.float32)
-    return normal(rng, (tokens, HEADS, HEAD), dtype), normal(rng, (tokens, KEY_HEADS, HEAD), dtype), table
+    return normal(rng, (tokens, (HEADS + 2 * KEY_HEADS) * HEAD), dtype), table
 
 
 def _matmul(name: str, columns: int, leaves: int, bias: bool = False) -> Sample:
@@ -62,10 +62,11 @@ def _matmul(name: str, columns: int, leaves: int, bias: bool = False) -> Sample:
 
 
 def _rope_reference(rows: tuple[Any, ...], shared: tuple[Any, ...]) -> tuple[Any, ...]:
-    heads = rows[:2]
+    qkv = np.asarray(rows[0]).reshape(rows[0].shape[0], -1, HEAD)
+    *heads, values = np.split(qkv, (HEADS, HEADS + KEY_HEADS), axis=1)
     if shared:
         heads = [reference.rms_norm(x, w, eps=EPS) for x, w in zip(heads, shared, strict=True)]
-    return tuple(reference.rotate(x, rows[2]) for x in heads)
+    return *(reference.rotate(x, rows[1]) for x in heads), values
 
 
 def _targets(rng: np.random.Generator, tokens: int, dtype: Any) -> tuple[Any, ...]:
@@ -115,14 +116,14 @@ SAMPLES = (
         "rope",
         _heads,
         _weight(),
-        lambda rows, shared: pk.qk_norm_rope(*rows, eps=EPS),
+        lambda rows, shared: pk.qk_norm_rope(*rows, key_heads=KEY_HEADS, eps=EPS),
         _rope_reference,
     ),
     Sample(
         "qk_norm_rope",
         _heads,
         _weight((HEAD,), (HEAD,)),
-        lambda rows, shared: pk.qk_norm_rope(*rows, *shared, eps=EPS),
+        lambda rows, shared: pk.qk_norm_rope(*rows, *shared, key_heads=KEY_HEADS, eps=EPS),
         _rope_reference,
     ),
     Sample(

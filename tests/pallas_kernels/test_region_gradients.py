@@ -21,6 +21,11 @@ def rotate(x, table):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def turn(qkv, norm_q, norm_k):
+    q, k, v = jnp.split(qkv.reshape(12, 8, 64), (4, 6), axis=1)
+    return rotate(norm_q(q), TABLE), rotate(norm_k(k), TABLE), v
+
+
 def plain_attention(q, k, v):
     group = q.shape[1] // k.shape[1]
     score = jnp.einsum("thd,shd->hts", q, jnp.repeat(k, group, 1)) * 0.125
@@ -37,7 +42,7 @@ TARGETS = np.array([3, 0, 99, 7, 8, 9, 1, 2, 50, 60, 70, 98], np.int32)
 ANGLES = np.random.default_rng(9).uniform(0, 6, (12, 32))
 TABLE = jnp.asarray(np.concatenate([np.cos(ANGLES), np.sin(ANGLES)], 1), jnp.float32)
 
-X, W, HEADS, KEYS = (12, 64), (128, 64), (12, 4, 64), (12, 2, 64)
+X, W, HEADS, KEYS, QKV = (12, 64), (128, 64), (12, 4, 64), (12, 2, 64), (12, 8 * 64)
 FORMS = {
     "matmul": (lambda x, w, b: pk.matmul(x, w, b, leaves=2), lambda x, w, b: x @ w.T + b, (X, W, (128,))),
     "rms_norm": (lambda x, w: pk.rms_norm(x, w, eps=EPS), rms, (X, (64,))),
@@ -49,14 +54,14 @@ FORMS = {
     "residual_add": (pk.residual_add, lambda x, r: x + r, (X, X)),
     "swiglu": (pk.swiglu, lambda x: jax.nn.silu(x[:, :32]) * x[:, 32:], (X,)),
     "rope": (
-        lambda q, k: pk.qk_norm_rope(q, k, TABLE, eps=EPS),
-        lambda q, k: (rotate(q, TABLE), rotate(k, TABLE)),
-        (HEADS, KEYS),
+        lambda qkv: pk.qk_norm_rope(qkv, TABLE, key_heads=2, eps=EPS),
+        lambda qkv: turn(qkv, lambda q: q, lambda k: k),
+        (QKV,),
     ),
     "qk_norm_rope": (
-        lambda q, k, a, b: pk.qk_norm_rope(q, k, TABLE, a, b, eps=EPS),
-        lambda q, k, a, b: (rotate(rms(q, a), TABLE), rotate(rms(k, b), TABLE)),
-        (HEADS, KEYS, (64,), (64,)),
+        lambda qkv, a, b: pk.qk_norm_rope(qkv, TABLE, a, b, key_heads=2, eps=EPS),
+        lambda qkv, a, b: turn(qkv, lambda q: rms(q, a), lambda k: rms(k, b)),
+        (QKV, (64,), (64,)),
     ),
     "cast": (lambda x: pk.cast(x, dtype="float32"), lambda x: x, (X,)),
     "attention": (

@@ -107,13 +107,16 @@ def test_rope_is_right_far_behind_position_4096(position):
     angle = position * inverse
     table = np.concatenate([np.cos(angle), np.sin(angle)]).astype(np.float32)[None]
     rng = np.random.default_rng(2)
-    q, k = (rng.standard_normal((1, heads, head)).astype(np.float32) for heads in (3, 1))
+    q, k, v = (rng.standard_normal((1, heads, head)).astype(np.float32) for heads in (3, 1, 1))
 
     def exact(x, cos, sin):
         a, b = np.split(x.astype(np.float64), 2, -1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    for result, x in zip(pk.qk_norm_rope(q, k, jnp.asarray(table), eps=1e-6), (q, k), strict=True):
+    qkv = jnp.asarray(np.concatenate([q, k, v], axis=1).reshape(1, -1))
+    *rotated, values = pk.qk_norm_rope(qkv, jnp.asarray(table), key_heads=1, eps=1e-6)
+    assert np.array_equal(values, v)
+    for result, x in zip(rotated, (q, k), strict=True):
         assert np.abs(np.asarray(result) - exact(x, np.cos(angle), np.sin(angle))).max() < 1e-6
         rough = np.float64(np.float32(position).astype(reference.BF16)) * inverse.astype(reference.BF16).astype(float)
         error = np.abs(np.asarray(result) - exact(x, np.cos(rough), np.sin(rough))).max()

@@ -10,6 +10,7 @@ from contracts.errors import BadBundle, KernelMissing
 from pallas_kernels import kernel_source
 from pallas_kernels.hopper_regions import region_program, seal_region
 from pallas_kernels.region import REGIONS
+from pallas_kernels.seal import seal_program
 
 pytestmark = pytest.mark.sealing
 
@@ -32,7 +33,11 @@ CALLS = {
     "add_rms_norm": ([_bf16(T, H), _bf16(T, H), _bf16(H)], {"eps": 1e-6}),
     "residual_add": ([_bf16(T, H), _bf16(T, H)], {}),
     "swiglu": ([_bf16(T, 2 * H)], {}),
-    "qk_norm_rope": ([_bf16(T, 2, D), _bf16(T, 1, D), _TABLE, _bf16(D), _bf16(D)], {"eps": 1e-6}),
+    "qk_norm_rope": ([_bf16(T, 4 * D), _TABLE, _bf16(D), _bf16(D)], {"key_heads": 1, "eps": 1e-6}),
+    "paged_qk_norm_rope": (
+        [_bf16(T, 4 * D), _TABLE, _int(T), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _bf16(D), _bf16(D)],
+        {"key_heads": 1, "eps": 1e-6},
+    ),
     "attention": (
         [_bf16(T, 2, D), _bf16(T, 1, D), _bf16(T, 1, D), _int(T), _int(T), _int()],
         {"scale": 0.125, "split": 512},
@@ -80,6 +85,22 @@ def test_the_call_in_xla_holds_the_sealed_bytes(name):
     assert emitted(name, operands, parameters) == expected
 
 
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (97, 97), (104, 104), (1999, 1999), (1999, 2001), (2000, 2001)])
+def test_a_vocabulary_of_any_size_lowers(vocab, rows):
+    x, w, heat = ((T, H), "bfloat16"), ((rows, H), "bfloat16"), ((), "float32")
+    for name, types in (("log_prob_rows", (x, w, heat)), ("token_log_probs", (x, w, ((T,), "int32"), heat))):
+        sealed = seal_region(REGIONS[name], types, {"vocab_size": vocab})
+        copied = [module.name for module in sealed.modules].count("tail")
+        assert copied == (rows % 8 > 0)
+
+
+def test_weights_too_few_for_the_vocabulary_are_refused():
+    types = (((T, H), "bfloat16"), ((1999, H), "bfloat16"), ((), "float32"))
+    for vocab in (0, 2000):
+        with pytest.raises(ValueError, match=f"vocab_size={vocab} is not between 1 and the weight's 1999 rows"):
+            region_program("log_prob_rows", types, {"vocab_size": vocab})
+
+
 def test_loaded_kernels_are_emitted_byte_for_byte_and_no_others(monkeypatch):
     source = kernel_source.KernelSource()
     monkeypatch.setattr(kernel_source, "LOADED", source)
@@ -99,6 +120,15 @@ def test_loaded_kernels_are_emitted_byte_for_byte_and_no_others(monkeypatch):
         emitted("swiglu", [_bf16(8, 256)], {})
     with pytest.raises(BadBundle, match="loaded other kernels"):
         source.add([unlowered("matmul", matmul_types(8), parameters, module=b"another")])
+
+
+@pytest.mark.parametrize("head", [64, 80, 128, 256])
+def test_rows_go_to_the_cache_by_copies_that_no_swizzle_takes_part_in(head):
+    from pallas_kernels.qk_norm_rope.hopper import paged_qk_norm_rope_program
+
+    program = paged_qk_norm_rope_program(8, 2, 1, head, pages=9, page=16, norm=False, eps=1e-6)
+    (module,) = seal_program("rows", "1", {}, program).modules
+    assert b"cp.async.bulk.global.shared::cta.bulk_group" in module.module
 
 
 def test_a_policy_in_float32_is_refused_on_a_card():

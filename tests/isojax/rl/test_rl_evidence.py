@@ -18,6 +18,8 @@ from isojax.evidence.gates import Gate, GateSuite, run_gates, select_gates, sele
 from isojax.policy import pack
 from isojax.rl.report import render
 
+pytestmark = pytest.mark.long_file
+
 
 def batch():
     return pack([(1, 2, 3, 4, 5)], length_multiple=64)

@@ -1,0 +1,95 @@
+"""What the card runs in one decode step: every kernel by name, launches and microseconds a step.
+
+    python benchmarks/step_kernels.py FOLDER --batch 8 --out FILE      # FOLDER: a policy with sealed kernels
+
+A run of many steps less one of fewer, by torch's profiler, CUDA graphs on. Exits 1 where anything but a sealed kernel
+runs once a layer or more, that is, between regions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+FEW, MANY = 16, 48
+OURS = "isojax"
+
+
+def main() -> int:
+    """Parses the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
+    parser.add_argument("--batch", type=int, default=8, help="sequences")
+    parser.add_argument("--prompt", type=int, default=100, help="tokens of each prompt")
+    parser.add_argument("--out", type=Path, default=Path("step_kernels.json"))
+    arguments = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from card_engine import proved_copy, running_engine
+    from engine_parity import Options
+    from engine_parity_bench import Bench
+    from timing import environment
+
+    settings = {"max_sequences": arguments.batch, "kv_cache_bytes": 2**31, "cuda_graphs": True}
+    settings["initial_weights"] = False
+    with proved_copy(arguments.folder) as copy, running_engine(copy, settings) as engine:
+        bench = Bench.open(copy, Options(weights=arguments.weights))
+        engine.sync(bench.params)
+        prompts = [[3 + (7 * row + at) % 90 for at in range(arguments.prompt)] for row in range(arguments.batch)]
+        _profiled(engine, prompts, FEW)
+        few, many = (_profiled(engine, prompts, tokens) for tokens in (FEW, MANY))
+        layers = bench.policy.config.num_layers
+    steps = MANY - FEW
+    rows = [
+        {
+            "kernel": name,
+            "a_step": (many[name][0] - few[name][0]) / steps,
+            "us_a_step": (many[name][1] - few[name][1]) / steps,
+        }
+        for name in many
+    ]
+    rows.sort(key=lambda row: -row["us_a_step"])
+    between = [row for row in rows if OURS not in row["kernel"] and row["a_step"] >= layers]
+    result = {
+        **environment(),
+        "folder": arguments.folder.name,
+        "layers": layers,
+        "batch": arguments.batch,
+        "kernels_a_step": sum(row["a_step"] for row in rows),
+        "sealed_kernels_a_layer": sum(row["a_step"] for row in rows if OURS in row["kernel"]) / layers,
+        "device_us_a_step": sum(row["us_a_step"] for row in rows),
+        "between_regions": [row["kernel"] for row in between],
+        "kernels": rows,
+    }
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        print(f"{row['a_step']:8.2f} {row['us_a_step']:10.1f} us  {row['kernel'][:100]}")
+    print(f"{result['device_us_a_step']:.0f} us a step; between regions: {result['between_regions'] or 'nothing'}")
+    return 1 if between else 0
+
+
+def _profiled(engine: Any, prompts: list[list[int]], tokens: int) -> dict[str, tuple[int, float]]:
+    """(launches, microseconds) of every kernel, by name, of a run that generates this many tokens a prompt."""
+    import torch
+
+    from isojax.rl.rollout import Sampling
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        engine.generate(prompts, Sampling(max_tokens=tokens, seed=1, stop_token_ids=()))
+        torch.cuda.synchronize()
+    launches: Counter[str] = Counter()
+    microseconds: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            launches[event.name] += 1
+            microseconds[event.name] += event.device_time
+    return {name: (launches[name], microseconds[name]) for name in launches}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
