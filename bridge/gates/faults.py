@@ -91,11 +91,12 @@ def _paged_attention(program: SealedProgram, longest: int) -> list[Fault]:
         return {"positions": (operands["positions"] - 1).clamp(min=0)}
 
     pages = Fault("the neighbouring request's pages", spoil=lambda o: {"block_table": o["block_table"].roll(1, 0)})
-    found = [*_attention(program, longest), Fault("the mask off by one", spoil=masked), pages]
-    if "slots" in program.operands:
-        unwritten = Fault("keys and values not written", spoil=lambda o: {"slots": torch.full_like(o["slots"], -1)})
-        found.append(unwritten)
-    return found
+    return [*_attention(program, longest), Fault("the mask off by one", spoil=masked), pages]
+
+
+def _paged_qk_norm_rope(program: SealedProgram, longest: int) -> list[Fault]:
+    unwritten = Fault("keys and values not written", spoil=lambda o: {"slots": torch.full_like(o["slots"], -1)})
+    return [*_qk_norm_rope(program, longest), unwritten]
 
 
 def _log_prob_rows(program: SealedProgram, longest: int) -> list[Fault]:
@@ -136,6 +137,7 @@ _FAULTS: dict[str, Callable[[SealedProgram, int], list[Fault]]] = {
     "residual_add": _residual_add,
     "swiglu": _swiglu,
     "qk_norm_rope": _qk_norm_rope,
+    "paged_qk_norm_rope": _paged_qk_norm_rope,
     "attention": _attention,
     "paged_attention": _paged_attention,
     "log_prob_rows": _log_prob_rows,

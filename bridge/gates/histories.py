@@ -153,8 +153,6 @@ class Pages:
         table = torch.full(program.buffers["block_table"].shape, self.stale, dtype=torch.int32, device=device)
         owner = torch.full((T,), -1, dtype=torch.int32, device=device)
         position = torch.zeros(T, dtype=torch.int32, device=device)
-        slots = torch.full((T,), -1, dtype=torch.int32, device=device)
-        new = {name: _nan((T, *self.k_cache.shape[2:]), device) for name in ("k", "v")}
         at = 0
         for request, chunk in enumerate(chunks):
             sequence, start, stop = chunk
@@ -163,19 +161,10 @@ class Pages:
             table[request, : len(used)] = torch.tensor(used, dtype=torch.int32, device=device)
             owner[rows] = request
             position[rows] = torch.arange(start, stop, dtype=torch.int32, device=device)
-            slots[rows] = self.slots(sequence, start, stop).int()
             q[rows] = histories.q[sequence][tokens]
-            for name in ("k", "v"):
-                new[name][rows] = getattr(histories, name)[sequence][tokens]
             at += chunk.tokens
-        caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
-        found = {**caches, **new, "q": q, "block_table": table, "request_of_token": owner, "positions": position}
-        found["slots"] = slots
-        if "slots" in program.operands:
-            # The kernels write these rows before they read them.
-            for cache in caches.values():
-                cache.view(-1, *cache.shape[2:])[slots[slots >= 0].long()] = float("nan")
-        return {name: found[name] for name in program.operands}
+        found = {"q": q, "k_cache": self.k_cache, "v_cache": self.v_cache, "block_table": table}
+        return found | {"request_of_token": owner, "positions": position}
 
 
 def paged_steps(lengths: Sequence[int], T: int, requests: int) -> Iterator[list[Chunk]]:

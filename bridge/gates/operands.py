@@ -24,6 +24,12 @@ def make_operands(
             found[name] = torch.tensor(temperature, device=device)
         elif name == "targets":
             found[name] = _targets(tokens_of(program), int(dict(program.constants)["vocab_size"]), generator)
+        elif name == "slots":
+            order = torch.randperm(tokens_of(program), generator=generator, device=device)
+            found[name] = order.to(torch.int32)
+        elif name in ("k_cache", "v_cache"):
+            # Made at the launch: what it writes into them is a result.
+            continue
         elif name == "cos_sin":
             angles = torch.rand(buffer.shape[0], buffer.shape[1] // 2, generator=generator, device=device) * 100
             found[name] = torch.cat([angles.cos(), angles.sin()], -1)

@@ -140,9 +140,7 @@ def _qk_norm_rope(operands: Operands, constants: Constants) -> list[Expected]:
 
 
 def _heads(operands: Operands, constants: Constants) -> list[torch.Tensor]:
-    """Query, key and value heads: of a packed projection, or the first two as they are given."""
-    if "qkv" not in operands:
-        return [operands["q"].double(), operands["k"].double()]
+    """Query, key and value heads of a packed projection."""
     D, keys = operands["cos_sin"].shape[-1], int(constants["key_heads"])
     heads = operands["qkv"].double().unflatten(-1, (-1, D))
     return list(heads.split([heads.shape[1] - 2 * keys, keys, keys], 1))
@@ -201,6 +199,7 @@ _REFERENCES: dict[str, Callable[[Operands, Constants], list[Expected]]] = {
     "residual_add": _residual_add,
     "swiglu": _swiglu,
     "qk_norm_rope": _qk_norm_rope,
+    "paged_qk_norm_rope": _qk_norm_rope,
     "log_prob_rows": _log_prob_rows,
     "token_log_probs": _token_log_probs,
 }

@@ -16,7 +16,7 @@ from bridge.gates.inputs import operands_of
 from pallas_kernels.region import REGIONS
 from pallas_kernels.seal import SealedProgram
 
-ENGINE_ONLY = ("paged_attention",)
+ENGINE_ONLY = ("paged_attention", "paged_qk_norm_rope")
 """Regions that no trainer calls."""
 
 
