@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from isojax.evidence.small_policy import SHAPES, small_policy
 from isojax.kernels.calls import KernelCall, kernel_calls
@@ -34,6 +39,7 @@ def main() -> int:
     parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one")
     parser.add_argument("--region", action="append", help="only this one; may be given several times")
     parser.add_argument("--seconds", type=int, default=180, help="limit of one region under one tool")
+    parser.add_argument("--processes", type=int, default=8, help="regions at once")
     parser.add_argument("--out", type=Path, default=Path("sanitize.json"))
     parser.add_argument("--launch", metavar="REGION", help="launch this region's kernels here, without a sanitizer")
     arguments = parser.parse_args()
@@ -45,13 +51,16 @@ def main() -> int:
         print(f"no compute-sanitizer on PATH or in {', '.join(PLACES)}: nothing was checked", flush=True)
         return 2
     print(program, flush=True)
-    results: dict[str, dict[str, object]] = {}
-    for tool in arguments.tool or TOOLS:
-        for region in arguments.region or regions():
-            found = check(program, tool, region, arguments.seconds)
-            results[f"{tool} {region}"] = found
-            print(f"{'clean' if found['clean'] else 'FAILED'}  {tool} {region}: {found['summary']}", flush=True)
-            arguments.out.write_text(json.dumps({"sanitizer": program, "results": results}, indent=2) + "\n")
+    content: dict[str, Any] = {"sanitizer": program, "date": date.today().isoformat(), "command": shlex.join(sys.argv)}
+    results = content["results"] = {}
+    jobs = list(itertools.product(arguments.tool or TOOLS, arguments.region or regions()))
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        checks = {pool.submit(check, program, *job, arguments.seconds): job for job in jobs}
+        for done in as_completed(checks):
+            found, name = done.result(), " ".join(checks[done])
+            results[name] = found
+            print(f"{'clean' if found['clean'] else 'FAILED'}  {name}: {found['summary']}", flush=True)
+            arguments.out.write_text(json.dumps(content, indent=2) + "\n")
     return 0 if all(found["clean"] for found in results.values()) else 1
 
 
