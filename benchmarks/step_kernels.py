@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-FEW, MANY = 16, 48
+FEW, MANY = 8, 24
 OURS = "isojax"
 
 
@@ -35,13 +35,15 @@ def main() -> int:
     from engine_parity_bench import Bench
     from timing import environment
 
+    from isojax.rl.rollout import Sampling
+
     settings = {"max_sequences": arguments.batch, "kv_cache_bytes": 2**31, "cuda_graphs": True}
     settings["initial_weights"] = False
     with proved_copy(arguments.folder) as copy, running_engine(copy, settings) as engine:
         bench = Bench.open(copy, Options(weights=arguments.weights))
         engine.sync(bench.params)
         prompts = [[3 + (7 * row + at) % 90 for at in range(arguments.prompt)] for row in range(arguments.batch)]
-        _profiled(engine, prompts, FEW)
+        engine.generate(prompts, Sampling(max_tokens=FEW, seed=1))
         few, many = (_profiled(engine, prompts, tokens) for tokens in (FEW, MANY))
         layers = bench.policy.config.num_layers
     steps = MANY - FEW
@@ -79,6 +81,7 @@ def _profiled(engine: Any, prompts: list[list[int]], tokens: int) -> dict[str, t
 
     from isojax.rl.rollout import Sampling
 
+    print(f"profiling {tokens} tokens", flush=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         engine.generate(prompts, Sampling(max_tokens=tokens, seed=1, stop_token_ids=()))
         torch.cuda.synchronize()
