@@ -81,6 +81,8 @@ def tiled_attention(
                 neighbours[pl.ds(1, LOOKUP)] = owner
                 neighbours[0] = owners_T[jnp.maximum(first_token - 1, 0)]
                 neighbours[LOOKUP + 1] = owners_T[jnp.minimum(first_token + LOOKUP, T - 1)]
+                # A thread reads here what its neighbours wrote, and nothing else makes it wait for them.
+                plgpu.commit_smem()
                 before, after = (plgpu.load(neighbours.at[pl.ds(at, LOOKUP)], layout=lane) for at in (0, 2))
                 starts = (index + first_token == 0) | (before != owner)
                 ends = (index + first_token == T - 1) | (after != owner)
