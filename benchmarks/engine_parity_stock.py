@@ -76,22 +76,27 @@ def save(path: Path, prompts: Sequence[Sequence[int]], sampled: Sequence[tuple[l
     save_log_probs(path, LogProbs(tokens, tuple(values for _, values in sampled), tuple(map(tuple, prompts))))
 
 
+def write_checkpoint(folder: Path, policy: Any, params: Mapping[str, Any]) -> None:
+    """An ordinary Hugging Face folder of these weights, without a tokenizer."""
+    from isojax.export import write_weights
+    from isojax.policy.hugging_face import to_hugging_face
+
+    folder.mkdir()
+    config = to_hugging_face(policy.config, policy.dtype)
+    config["architectures"] = [config.pop("isojax")["architecture"]]
+    (folder / "config.json").write_text(json.dumps(config))
+    write_weights(folder, policy, params)
+
+
 class StockRun:
     """Stock vLLM at work beside this process, on weights and prompts that were written for it."""
 
     def __init__(
         self, scratch: Path, policy: Any, params: Mapping[str, Any], prompts: list[list[int]], max_tokens: int
     ) -> None:
-        """Writes an ordinary Hugging Face folder into `scratch` and starts the process."""
-        from isojax.export import write_weights
-        from isojax.policy.hugging_face import to_hugging_face
-
+        """Writes a checkpoint into `scratch` and starts the process."""
         folder = scratch / "stock"
-        folder.mkdir()
-        config = to_hugging_face(policy.config, policy.dtype)
-        config["architectures"] = [config.pop("isojax")["architecture"]]
-        (folder / "config.json").write_text(json.dumps(config))
-        write_weights(folder, policy, params)
+        write_checkpoint(folder, policy, params)
         (scratch / "prompts.json").write_text(json.dumps(prompts))
         self._out, self._log = scratch / "stock.jsonl", scratch / "stock.log"
         command = [sys.executable, __file__, folder, "--prompts", scratch / "prompts.json", "--max-tokens", max_tokens]

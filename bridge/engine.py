@@ -21,12 +21,13 @@ from bridge.completions import (
 )
 from bridge.handshake import engine_report, kernel_record
 from bridge.non_finite import Fault, fault_of_values
+from bridge.prompts import checked_ids
 from bridge.start import EngineOptions, start_vllm, stop_vllm
 from bridge.vllm_api import finish_weight_update, weight_version
 from bridge.weight_sync import WeightSender
 from bridge.weights import check_parameters
-from contracts import EngineReport, ExecutionContract, bits_float, check_kernels, load_contract, token_ids
-from contracts.errors import EmptyBatch, HandshakeRefused, PromptTooLong, UnsupportedRequest, WeightDigestMismatch
+from contracts import EngineReport, ExecutionContract, check_kernels, load_contract
+from contracts.errors import HandshakeRefused, UnsupportedRequest, WeightDigestMismatch
 from isojax.rl.rollout import Completion, Sampling, TappedRows
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
@@ -278,40 +279,8 @@ class VllmEngine:
         return self._digest
 
     def _checked_ids(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
-        """The prompts as plain integers, after refusing what this engine cannot run."""
-        if not len(prompts) or any(not len(prompt) for prompt in prompts):
-            raise EmptyBatch(
-                field="prompts",
-                found=[len(prompt) for prompt in prompts],
-                allowed="at least one prompt, each of at least one token",
-                reason="There is nothing to continue.",
-            )
-        limit = self._llm.llm_engine.vllm_config.model_config.max_model_len - 1
-        for index, prompt in enumerate(prompts):
-            if len(prompt) > limit:
-                raise PromptTooLong(
-                    field=f"prompts[{index}]",
-                    found=f"{len(prompt)} tokens",
-                    allowed=f"at most {limit} tokens",
-                    reason="The context must also hold the first sampled token.",
-                )
-        wanted = bits_float(self._contract.semantics.temperature)
-        # The region divides by an fp32 number, so 0.6 means the fp32 number nearest to it.
-        if not sampling.greedy and np.float32(sampling.temperature) != np.float32(wanted):
-            raise UnsupportedRequest(
-                field="temperature",
-                found=sampling.temperature,
-                allowed=f"{wanted}, the contract's (or greedy)",
-                reason="The engine's log-probabilities are log_softmax(logits / T) at that T; export the policy with "
-                "another one.",
-            )
-
-        def checked(values: Sequence[int], field: str) -> list[int]:
-            size = self._contract.model.vocab_size
-            return list(token_ids(values, field=field, vocab_size=size, refusal=UnsupportedRequest))
-
-        checked(sampling.stop_token_ids, "stop_token_ids")
-        return [checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        longest = self._llm.llm_engine.vllm_config.model_config.max_model_len - 1
+        return checked_ids(prompts, sampling, self._contract, longest)
 
     def _refuse_faults(self, requests: Sequence[SampleRequest], values: Sequence[tuple[int, Sequence[float]]]) -> None:
         """values: of every request the position of its first row, and its rows' log-probabilities."""

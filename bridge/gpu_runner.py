@@ -75,7 +75,7 @@ class PolicySampler(Sampler):
         """Draws one token a row. logits: the fp32 log-probabilities of `compute_logits`, [N, V]."""
         rows = self._state.slots.rows(input_batch, self.req_states.prompt_len.np)
         self._uniforms_N = to_device(rows.uniforms_N, logits.device)
-        self._greedy_N = to_device(rows.greedy_N, logits.device)
+        self._greedy_N = to_device(rows.greedy_N, logits.device) if rows.greedy_N.any() else None
         if self._state.serving:
             decode = bool(np.all(input_batch.num_scheduled_tokens == 1))
             self._model.note_step(input_batch.num_tokens_after_padding, decode=decode)
@@ -86,5 +86,4 @@ class PolicySampler(Sampler):
     def sample(self, logits: torch.Tensor, *arguments: Any, **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The drawn tokens, int64 [N], and the rows themselves, in place of vLLM's processed logits."""
         assert self._uniforms_N is not None
-        assert self._greedy_N is not None
         return draw_rows(logits, self._uniforms_N, self._greedy_N), logits

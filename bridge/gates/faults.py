@@ -10,7 +10,7 @@ import torch
 from bridge.gates.card import Card, Launch, Operands, altered_call
 from isojax.kernels.calls import KernelCall, Parameter
 from pallas_kernels.hopper_regions import region_program
-from pallas_kernels.lm_head.hopper import BLOCK
+from pallas_kernels.lm_head.hopper_sums import BLOCK
 from pallas_kernels.seal import SealedProgram
 
 

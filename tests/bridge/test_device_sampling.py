@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 
 from bridge.batch_view import RECORD
@@ -28,6 +29,22 @@ def test_draws_are_those_of_single_rows_and_greedy_rows_take_the_largest():
     ]
     assert found.tolist() == expected
     assert len(set(found.tolist())) > 20
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 511, 512, 513, 1999, 49152])
+def test_draws_from_any_vocabulary_follow_its_probabilities_and_ignore_the_batch(vocabulary):
+    generator = torch.Generator().manual_seed(vocabulary)
+    log_probs = torch.log_softmax(torch.randn(5, vocabulary, generator=generator) * 2, 1)
+    u = torch.rand(5, generator=generator, dtype=torch.float64)
+    together = draw_rows(log_probs, u, None)
+    expected = [draw(row.numpy(), float(number)) for row, number in zip(log_probs, u, strict=True)]
+    assert together.tolist() == expected
+    assert [int(draw_rows(row[None], number[None], None)) for row, number in zip(log_probs, u, strict=True)] == expected
+    edges = torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64)
+    possible = log_probs[:1].clone()
+    possible[:, ::2] = -torch.inf
+    if vocabulary > 1:
+        assert bool((draw_rows(possible.expand(2, -1), edges, None) % 2 == 1).all()), "a token without mass was drawn"
 
 
 def test_a_row_of_nan_gives_a_token_of_the_vocabulary():

@@ -73,9 +73,9 @@ def test_a_tile_that_is_read_before_its_copy_has_arrived_is_a_race(monkeypatch):
     """The planted fault: one kernel's only wait is left out. The same kernel with it is in the heads' test below."""
     from interpreted import RaceFound
 
-    from pallas_kernels.lm_head import hopper
+    from pallas_kernels.lm_head import hopper, hopper_sums
 
-    monkeypatch.setattr(hopper, "plgpu", _WithoutWaiting(hopper.plgpu))
+    monkeypatch.setattr(hopper_sums, "plgpu", _WithoutWaiting(hopper_sums.plgpu))
     program = hopper.log_prob_rows_program(8, 64, 256, vocab_size=256)
     with pytest.raises(RaceFound, match="step blocks"):
         _run(program, _normal(0, 8, 64), _normal(1, 256, 64), jnp.float32(1.0))

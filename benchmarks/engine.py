@@ -1,0 +1,100 @@
+"""vLLM with isojax's kernels against stock vLLM on one card: seconds, tokens a second, device time a decode step.
+
+    python benchmarks/engine.py FOLDER --workload 1x128x512 --workload 32x128x512 --workload 256x128x512 --out FILE
+
+FOLDER is a policy with sealed kernels, with or without weights, as `engine_parity.py --prepare` writes it. Every arm
+runs on the same weights in a process of its own, one after the other; the third is vLLM's own batch-invariant mode. A
+ratio below 1 is faster than stock vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from engine_arm import ENVIRONMENTS, Workload
+
+BASELINE = "stock"
+WORKLOADS = ("1x128x512", "32x128x512", "256x128x512")
+
+
+def main() -> int:
+    """Parses the command line; returns the exit code, 1 where an arm failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workload", action="append", help="BATCHxINxOUT, in requests and tokens")
+    parser.add_argument("--arm", action="append", choices=ENVIRONMENTS, help="only this one beside stock")
+    parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("engine.json"))
+    arguments = parser.parse_args()
+    workloads = [str(text) for text in arguments.workload or WORKLOADS]
+    for text in workloads:
+        Workload.parse(text)
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
+        # In a process of its own, whose memory on the card is given back.
+        writer = multiprocessing.get_context("spawn").Process(
+            target=write_folders, args=(arguments.folder, arguments.weights, Path(scratch))
+        )
+        writer.start()
+        writer.join()
+        if writer.exitcode:
+            return 1
+        arms = {}
+        for arm in dict.fromkeys((BASELINE, *(arguments.arm or ENVIRONMENTS))):
+            out = Path(scratch) / f"{arm}.json"
+            folder = Path(scratch) / ("isojax" if arm == "isojax" else "stock")
+            command = [sys.executable, str(Path(__file__).with_name("engine_arm.py")), arm, str(folder)]
+            command += [part for text in workloads for part in ("--workload", text)]
+            failed = subprocess.run([*command, "--repeats", str(arguments.repeats), "--out", str(out)]).returncode
+            # What an arm measured before it failed is kept, and said to be all.
+            rows = json.loads(out.read_text()) if out.exists() else []
+            arms[arm] = {"exit_code": failed, "rows": rows}
+            arguments.out.write_text(json.dumps(_results(arguments.folder, arms), indent=1) + "\n")
+    return 1 if any(arm["exit_code"] for arm in arms.values()) else 0
+
+
+def write_folders(folder: Path, weights: Path | None, scratch: Path) -> None:
+    """The same weights twice: an ordinary checkpoint, and the sealed policy with its files linked."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from engine_parity import Options
+    from engine_parity_bench import Bench
+    from engine_parity_stock import write_checkpoint
+
+    bench = Bench.open(folder, Options(weights=weights))
+    write_checkpoint(scratch / "stock", bench.policy, bench.params)
+    sealed = scratch / "isojax"
+    sealed.mkdir()
+    for path in [*folder.iterdir(), *(scratch / "stock").glob("*.safetensors*")]:
+        if not (sealed / path.name).exists():
+            (sealed / path.name).symlink_to(path.resolve())
+
+
+def _results(folder: Path, arms: dict[str, Any]) -> dict[str, Any]:
+    from timing import environment
+
+    stock = {_name(row): row for row in arms[BASELINE]["rows"]}
+    ratios: dict[str, dict[str, dict[str, float]]] = {}
+    for arm, found in arms.items():
+        for row in found["rows"]:
+            baseline = stock.get(_name(row))
+            if arm != BASELINE and baseline is not None:
+                shared = [name for name in ("seconds", "device_ms_a_step") if name in row and name in baseline]
+                ratios.setdefault(arm, {})[_name(row)] = {name: row[name] / baseline[name] for name in shared}
+    return {**environment(), "policy": folder.name, "ratios_to_stock": ratios, "arms": arms}
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['batch']}x{row['prompt']}x{row['output']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""One arm of `engine.py`, in a process of its own: seconds and device time of the given workloads.
+
+python benchmarks/engine_arm.py ARM FOLDER --workload BATCHxINxOUT ... --repeats N --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Read by vLLM when it is imported.
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "stock": {"VLLM_PLUGINS": ""},
+    "batch_invariant": {"VLLM_PLUGINS": "", "VLLM_BATCH_INVARIANT": "1"},
+    "isojax": {},
+}
+CACHE_BYTES = 24 << 30
+
+
+class Workload(NamedTuple):
+    """Requests at once, and tokens of each one's prompt and completion."""
+
+    batch: int
+    prompt: int
+    output: int
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """From BATCHxINxOUT, such as 32x128x512."""
+        return cls(*map(int, text.split("x")))
+
+
+def main() -> None:
+    """Starts the arm's engine and measures; writes a row a workload."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arm", choices=ENVIRONMENTS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workload", type=Workload.parse, action="append", required=True)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **ENVIRONMENTS[arguments.arm]}
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with _claimed(arguments.arm, arguments.folder) as folder:
+        engine = _started(arguments.arm, folder, arguments.workload)
+        rows = []
+        for workload in arguments.workload:
+            rows.append(workload._asdict() | _measured(engine, workload, arguments.repeats))
+            print(arguments.arm, rows[-1], flush=True)
+            arguments.out.write_text(json.dumps(rows))
+
+
+def _claimed(arm: str, folder: Path) -> Any:
+    """Our policy as proved for this card, which is what `engine_parity.py` is for; others take the folder as it is."""
+    from card_engine import proved_copy
+
+    return proved_copy(folder) if arm == "isojax" else nullcontext(folder)
+
+
+def _started(arm: str, folder: Path, workloads: list[Workload]) -> Any:
+    batch = max(workload.batch for workload in workloads)
+    length = max(workload.prompt + workload.output for workload in workloads)
+    if arm == "isojax":
+        from bridge.start import EngineOptions, start_vllm
+        from contracts import load_contract
+
+        settings = {"max_sequences": batch, "max_context": length, "max_step_tokens": 2048}
+        return start_vllm(folder, load_contract(folder), EngineOptions.of({**settings, "kv_cache_bytes": CACHE_BYTES}))
+    from vllm import LLM
+
+    return LLM(
+        str(folder),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=length,
+        max_num_seqs=batch,
+        kv_cache_memory_bytes=CACHE_BYTES,
+        enable_prefix_caching=True,
+        seed=0,
+    )
+
+
+def _measured(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
+    """Medians and spreads over `repeats` runs, after one that is not counted."""
+    seconds, steps = [], []
+    _seconds(engine, workload, 0)
+    for number in range(repeats):
+        with replays_timed() as replays:
+            seconds.append(_seconds(engine, workload, 1 + number))
+        # Most replays are decode steps: a median leaves the few of prompts out.
+        steps.append(statistics.median(start.elapsed_time(end) for start, end in replays) if replays else None)
+    found = {"seconds": statistics.median(seconds), "seconds_spread": max(seconds) - min(seconds)}
+    if None not in steps:
+        found |= {"device_ms_a_step": statistics.median(steps), "device_ms_spread": max(steps) - min(steps)}
+    return found | {"tokens_per_second": workload.batch * workload.output / found["seconds"]}
+
+
+def _seconds(engine: Any, workload: Workload, seed: int) -> float:
+    """One run over prompts that no run had before, every token with its log-probability as a rollout needs it."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    generator = np.random.default_rng(seed)
+    prompts = [
+        {"prompt_token_ids": generator.integers(10, 1000, workload.prompt).tolist()} for _ in range(workload.batch)
+    ]
+    wanted = SamplingParams(
+        temperature=1.0, max_tokens=workload.output, logprobs=0, ignore_eos=True, detokenize=False, seed=seed
+    )
+    start = time.perf_counter()
+    outputs = engine.generate(prompts, wanted, use_tqdm=False)
+    elapsed = time.perf_counter() - start
+    lengths = {len(output.outputs[0].token_ids) for output in outputs}
+    if lengths != {workload.output}:
+        raise RuntimeError(f"completions of {lengths} tokens where {workload.output} were asked for")
+    return elapsed
+
+
+@contextmanager
+def replays_timed() -> Iterator[list[tuple[Any, Any]]]:
+    """Pairs of CUDA events around every replay of a captured graph; nothing is waited for."""
+    import torch
+
+    replay, pairs = torch.cuda.CUDAGraph.replay, []
+
+    def timed(graph: Any) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay(graph)
+        end.record()
+        pairs.append((start, end))
+
+    torch.cuda.CUDAGraph.replay = timed
+    try:
+        yield pairs
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Makes docs/performance.md from the result files: python benchmarks/performance.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+MATMUL_FILES = ("matmul_h200.json", "matmul_four_leaves_h200.json", "matmul_small_four_leaves_h200.json")
+#: What a ratio to cuBLAS should be at most, by leaves, for many tokens; for few it is 1.
+LARGE_AIMS = {1: 1.0, 2: 1.05, 4: 1.05, 8: 1.1}
+FEW_TOKENS = 64
+COPY_AIM = 0.85
+STEP_ROWS = 12
+
+
+def main() -> None:
+    """Writes the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """The page's text. Raises KeyError and FileNotFoundError for result files of another layout, or missing."""
+    parts = ["# Performance", _INTRODUCTION, _matmul(), _attention(), _rows(), _step()]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+_INTRODUCTION = """
+Made by `benchmarks/performance.py` from the files in `benchmarks/results/`, which hold card, versions, date and
+command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs larger than the L2 cache; each time is a
+median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Nothing
+here is tuned yet: ratios above their aim are work to be done, and some rows are of kernels that have changed since.
+"""
+
+
+def _matmul() -> str:
+    best: dict[tuple[int, ...], dict[str, Any]] = {}
+    for name in MATMUL_FILES:
+        for row in _load(name)["rows"]:
+            key = (row["N"], row["K"], row["T"], row["leaves"])
+            if key not in best or row["ratio"] < best[key]["ratio"]:
+                best[key] = {**row, "file": name.removesuffix(".json")}
+    lines = []
+    for (columns, inner, tokens, leaves), row in sorted(best.items()):
+        aim = 1.0 if tokens <= FEW_TOKENS else LARGE_AIMS[leaves]
+        measured = (f"{row[name]:.1f}" for name in ("us", "cublas_us", "floor_us"))
+        lines.append((columns, inner, tokens, leaves, *measured, f"{row['ratio']:.2f}", f"{aim:.2f}", row["file"]))
+    titles = ("N", "K", "tokens", "leaves", "us", "cuBLAS us", "floor us", "ratio", "aim", "file")
+    return f"## Matmul\n\nBest tile of those tried, weights [N, K], bfloat16.\n\n{_table(titles, lines)}"
+
+
+def _attention() -> str:
+    lines = []
+    for row in _load("attention_h200.json")["rows"]:
+        rate = f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['tb_per_s']:.2f} TB/s"
+        torch_us = f"{row['torch_us']:.0f}" if "torch_us" in row else "-"
+        lines.append((row["what"], f"{row['us']:.0f}", torch_us, rate))
+    titles = ("sequences x tokens", "us", "torch SDPA us", "rate")
+    return f"## Attention\n\n32 query heads over 8 of size 128, bfloat16.\n\n{_table(titles, lines)}"
+
+
+def _rows() -> str:
+    copy, *rows = _load("rows_h200.json")["rows"]
+    largest = max(row["T"] for row in rows)
+    lines = [
+        (row["what"], f"{row['us']:.1f}", f"{row['of_copy']:.2f}", f"{COPY_AIM}") for row in rows if row["T"] == largest
+    ]
+    title = f"## Norms and elementwise\n\n{largest} rows, against a copy's {copy['tb_per_s']:.2f} TB/s."
+    return f"{title}\n\n{_table(('kernel', 'us', 'of copy', 'aim'), lines)}"
+
+
+def _step() -> str:
+    found = _load("step_kernels_smollm2_h200.json")
+    rows = found["kernels"]
+    lines = [(_short(row["kernel"]), f"{row['a_step']:.0f}", f"{row['us_a_step']:.0f}") for row in rows[:STEP_ROWS]]
+    rest = sum(row["us_a_step"] for row in rows[STEP_ROWS:])
+    lines.append((f"{len(rows) - STEP_ROWS} others", "", f"{rest:.0f}"))
+    between = ", ".join(found["between_regions"]) or "nothing"
+    what = f"SmolLM2-135M, {found['batch']} sequences, {found['device_us_a_step']:.0f} us on the device"
+    table = _table(("kernel", "launches", "us"), lines)
+    return f"## A decode step in vLLM\n\n{what}; between the regions of a layer: {between}.\n\n{table}"
+
+
+def _short(kernel: str) -> str:
+    """A name of ours as it is, and of a C++ template what it is called."""
+    name = kernel.removesuffix("_mosaic_gpu_kernel")
+    return name.split("<")[0].removeprefix("void ").strip() if "<" in name else name
+
+
+def _table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    rows = [titles, ["---"] * len(titles), *lines]
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def _load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
