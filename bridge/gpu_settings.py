@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from vllm import SamplingParams
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.platforms import current_platform
 
 from bridge.refused_settings import refused
+from bridge.requests import check_sampling_params
 from bridge.step_inputs import smallest_bucket
 
 if TYPE_CHECKING:
@@ -21,12 +25,35 @@ UNCHOSEN_GRAPHS = (None, CUDAGraphMode.FULL)
 
 def set_for_kernels(vllm_config: VllmConfig, shapes: KernelShapes) -> None:
     """Compilation, CUDA graphs, cache and limits as the sealed kernels need them. Raises UnsupportedModel by name."""
+    check_requests_here()
     _set_sizes(vllm_config, shapes)
     _set_graphs(vllm_config, shapes)
     if vllm_config.cache_config.kv_cache_dtype_skip_layers:
         raise refused("kv_cache_dtype_skip_layers", vllm_config.cache_config.kv_cache_dtype_skip_layers, "none", SEALED)
     # Nothing of ours runs in FlashInfer, and tuning it would take minutes.
     vllm_config.kernel_config.enable_flashinfer_autotune = False
+
+
+def check_requests_here() -> None:
+    """From now on this process refuses requests outside of the contract before they are queued, Python's and HTTP's.
+
+    The V2 runner takes no logits processors, whose validation does this on a CPU, and what its worker refuses ends the
+    engine for everybody. vLLM asks the platform about every request; a process that runs a policy runs no other model.
+    """
+    if not isinstance(current_platform.validate_request, _RequestCheck):
+        current_platform.validate_request = _RequestCheck(current_platform.validate_request)
+
+
+class _RequestCheck:
+    """The platform's own check, then ours."""
+
+    def __init__(self, platforms_own: Callable[..., None]) -> None:
+        self._platforms_own = platforms_own
+
+    def __call__(self, processed_inputs: Any, params: Any) -> None:
+        self._platforms_own(processed_inputs, params)
+        if isinstance(params, SamplingParams):
+            check_sampling_params(params)
 
 
 def _set_sizes(vllm_config: VllmConfig, shapes: KernelShapes) -> None:

@@ -4,11 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from vllm import SamplingParams
 from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.platforms import current_platform
 
-from bridge.gpu_settings import set_for_kernels
+from bridge.gpu_settings import check_requests_here, set_for_kernels
 from bridge.ptxas import parse_version, places, ptxas_version
-from contracts.errors import ToolchainMismatch, UnsupportedModel
+from contracts.errors import ToolchainMismatch, UnsupportedModel, UnsupportedRequest
 from pallas_kernels.kernel_shapes import KernelShapes
 
 SHAPES = KernelShapes(token_buckets=(8, 64, 512, 1024), page_size=16, max_requests=64, max_context=2048)
@@ -31,6 +33,25 @@ def _config(**changes):
         part = next(fields for fields in parts.values() if name in fields)
         part[name] = value
     return SimpleNamespace(**{name: SimpleNamespace(**fields) for name, fields in parts.items()})
+
+
+@pytest.fixture(autouse=True)
+def platform_check(monkeypatch):
+    """The platform's own check of requests, put back after every test."""
+    seen = []
+    monkeypatch.setattr(current_platform, "validate_request", lambda inputs, params: seen.append(params), raising=False)
+    return seen
+
+
+def test_requests_outside_of_the_contract_are_refused_before_they_are_queued(platform_check):
+    for _ in range(2):
+        check_requests_here()
+    good = SamplingParams(temperature=1.0)
+    current_platform.validate_request(None, good)
+    with pytest.raises(UnsupportedRequest, match="top_p"):
+        current_platform.validate_request(None, SamplingParams(temperature=1.0, top_p=0.9))
+    assert len(platform_check) == 2
+    assert platform_check[0] is good
 
 
 def test_settings_left_open_are_set():
