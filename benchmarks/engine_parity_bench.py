@@ -26,8 +26,6 @@ from isojax.rl.rollout import Completion, Sampling, TappedRows
 from isojax.weights.load import load_policy
 from isojax.weights.safetensors import INDEX_FILE, SINGLE_FILE
 
-SYNC_PROMPTS, SYNC_TOKENS = 64, 32
-
 
 @dataclass
 class Bench:
@@ -114,9 +112,10 @@ class Bench:
 
     def measure_sync(self, engine: Any, options: Any) -> dict[str, Any]:
         """Other weights between two rollouts: each equals the trainer's with its own weights, the third the first."""
-        case = Case("sync", SYNC_PROMPTS, 1, 60, SYNC_TOKENS, SYNC_PROMPTS, options.seed + 900)
+        count, tokens = options.sizes.sync_prompts, options.sizes.sync_tokens
+        case = Case("sync", count, 1, 60, tokens, count, options.seed + 900)
         prompts, histories = self.prompts.draw(case)
-        sampling = Sampling(max_tokens=SYNC_TOKENS, temperature=self.temperature, seed=case.seed)
+        sampling = Sampling(max_tokens=tokens, temperature=self.temperature, seed=case.seed)
         first = engine.generate(prompts, sampling)
         other = jax.block_until_ready(other_parameters(self.params))
         start = time.perf_counter()

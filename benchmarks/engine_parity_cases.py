@@ -41,7 +41,8 @@ class Case:
 @dataclass(frozen=True)
 class Sizes:
     """How large the cases are. batches: requests at once, ascending. tokens, prompts and rows of a round and of the
-    preemption are of one call; a round's prompts are more than the largest batch, so that requests come and go."""
+    preemption are of one call; a round's prompts are more than the largest batch, so that requests come and go. What
+    is sampled around a sync has sizes of its own."""
 
     batches: tuple[int, ...] = (1, 8, 64, 256)
     decode_tokens: int = 64
@@ -51,6 +52,8 @@ class Sizes:
     round_longest: int = 200
     round_rows: int = 2048
     preempted_tokens: int = 200
+    sync_prompts: int = 64
+    sync_tokens: int = 32
 
     @property
     def cache_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """Small policies, packed batches and bit comparisons that the policy tests share."""
 
+from copy import deepcopy
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,10 @@ VOCABULARY = 97
 
 
 def raw_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
-    """A config.json of a tiny model, in the form of transformers 4; `changes` of None remove a field."""
+    """A config.json of a tiny model, in the form of transformers 4; `changes` of None remove a field.
+
+    Its values are its own: transformers writes into the ones that it is given.
+    """
     architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]
     raw = {
         "architectures": [architecture],
@@ -37,7 +41,8 @@ def raw_config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         "initializer_range": 0.15,
         "torch_dtype": "float32",
     }
-    return {name: value for name, value in (raw | changes).items() if value is not None or name == "rope_scaling"}
+    merged = (raw | changes).items()
+    return deepcopy({name: value for name, value in merged if value is not None or name == "rope_scaling"})
 
 
 LLAMA3_ROPE = {
