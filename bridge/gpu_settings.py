@@ -41,7 +41,9 @@ def check_requests_here() -> None:
     engine for everybody. vLLM asks the platform about every request; a process that runs a policy runs no other model.
     """
     if not isinstance(current_platform.validate_request, _RequestCheck):
-        current_platform.validate_request = _RequestCheck(current_platform.validate_request)
+        current_platform.validate_request = _RequestCheck(  # type: ignore[method-assign]
+            current_platform.validate_request
+        )
 
 
 class _RequestCheck:
