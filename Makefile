@@ -52,21 +52,12 @@ $(SEAL_READY): requirements/sm90.txt pyproject.toml
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-CPU_TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
-SEALING_TESTS := $(SEAL_BIN)/python -m pytest -n 2 --dist loadfile -m sealing
-SEALING_LOG := .sealing-tests.log
-
-# What needs the sealing JAX is skipped by the first ones and is all that the second ones run. They run beside each other,
-# since a test that waits for a process leaves a core idle; what the second ones say is shown at the end.
+# What needs the sealing JAX is skipped by the first call and is all that the second one runs.
 test: $(READY) $(if $(SEAL_PYTHON),$(SEAL_READY))
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 ifneq ($(SEAL_PYTHON),)
-	@nice -n 5 $(SEALING_TESTS) $$(grep -rl 'mark\.sealing' tests --include='test_*.py') >$(SEALING_LOG) 2>&1 & sealing=$$!; \
-	trap 'kill $$sealing' INT TERM; \
-	$(CPU_TESTS); failed=$$?; \
-	wait $$sealing || failed=$$?; \
-	cat $(SEALING_LOG); exit $$failed
+	$(SEAL_BIN)/python -m pytest -n 2 --dist loadfile -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
 else
-	$(CPU_TESTS)
 	@echo "NOT RUN: the tests that seal sm90 kernels. They need Python 3.12; set SEAL_PYTHON=/path/to/python3.12"
 endif
 
