@@ -58,7 +58,7 @@ def main() -> int:
             # What an arm measured before it failed is kept, and said to be all.
             rows = json.loads(out.read_text()) if out.exists() else []
             arms[arm] = {"exit_code": failed, "rows": rows}
-            arguments.out.write_text(json.dumps(_results(arguments.folder, arms), indent=1) + "\n")
+            arguments.out.write_text(json.dumps({**_environment(arguments.folder), **compared(arms)}, indent=1) + "\n")
     return 1 if any(arm["exit_code"] for arm in arms.values()) else 0
 
 
@@ -78,9 +78,14 @@ def write_folders(folder: Path, weights: Path | None, scratch: Path) -> None:
             (sealed / path.name).symlink_to(path.resolve())
 
 
-def _results(folder: Path, arms: dict[str, Any]) -> dict[str, Any]:
+def _environment(folder: Path) -> dict[str, str]:
     from timing import environment
 
+    return {**environment(), "policy": folder.name}
+
+
+def compared(arms: dict[str, Any]) -> dict[str, Any]:
+    """The arms, and of each one's workloads the ratios to stock vLLM, where both measured the same."""
     stock = {_name(row): row for row in arms[BASELINE]["rows"]}
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     for arm, found in arms.items():
@@ -89,7 +94,7 @@ def _results(folder: Path, arms: dict[str, Any]) -> dict[str, Any]:
             if arm != BASELINE and baseline is not None:
                 shared = [name for name in ("seconds", "device_ms_a_step") if name in row and name in baseline]
                 ratios.setdefault(arm, {})[_name(row)] = {name: row[name] / baseline[name] for name in shared}
-    return {**environment(), "policy": folder.name, "ratios_to_stock": ratios, "arms": arms}
+    return {"ratios_to_stock": ratios, "arms": arms}
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "isojax": {},
 }
 CACHE_BYTES = 24 << 30
+STEP_TOKENS = 2048
 
 
 class Workload(NamedTuple):
@@ -69,11 +70,10 @@ def _started(arm: str, folder: Path, workloads: list[Workload]) -> Any:
     batch = max(workload.batch for workload in workloads)
     length = max(workload.prompt + workload.output for workload in workloads)
     if arm == "isojax":
-        from bridge.start import EngineOptions, start_vllm
+        from bridge.start import start_vllm
         from contracts import load_contract
 
-        settings = {"max_sequences": batch, "max_context": length, "max_step_tokens": 2048}
-        return start_vllm(folder, load_contract(folder), EngineOptions.of({**settings, "kv_cache_bytes": CACHE_BYTES}))
+        return start_vllm(folder, load_contract(folder), our_options(batch, length))
     from vllm import LLM
 
     return LLM(
@@ -85,6 +85,20 @@ def _started(arm: str, folder: Path, workloads: list[Workload]) -> Any:
         kv_cache_memory_bytes=CACHE_BYTES,
         enable_prefix_caching=True,
         seed=0,
+    )
+
+
+def our_options(batch: int, length: int) -> Any:
+    """Options of our engine for this many requests at once, each of at most `length` tokens."""
+    from bridge.start import EngineOptions
+
+    return EngineOptions.of(
+        {
+            "max_sequences": batch,
+            "max_context": length,
+            "max_step_tokens": STEP_TOKENS,
+            "kv_cache_bytes": CACHE_BYTES,
+        }
     )
 
 

@@ -27,6 +27,14 @@ JAX_DTYPES: dict[torch.dtype, jnp.dtype] = {
 TORCH_DTYPES: dict[jnp.dtype, torch.dtype] = {numpy: torch_dtype for torch_dtype, numpy in JAX_DTYPES.items()}
 
 
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def integer_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, because comparing floats hides signed zeros and finds NaN unlike itself."""
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
 def jax_dtype(dtype: torch.dtype) -> jnp.dtype:
     """The JAX dtype of a torch dtype; int64 becomes int32, the only index type that policies use.
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import pallas_kernels  # noqa: F401  (importing it declares the regions)
-from bridge.arrays import jax_dtype, shared_views, to_torch, torch_dtype
+from bridge.arrays import integer_view, jax_dtype, shared_views, to_torch, torch_dtype
 from bridge.jax_api import cpu_device
 from bridge.kernel_launchers import LAUNCHERS
 from pallas_kernels import counters
@@ -21,7 +21,6 @@ STATIC_OPERANDS: dict[str, np.dtype] = {"layer": np.dtype("int32")}
 """Operands that are scalar arrays in JAX, where they come out of a scan, and plain integers in the unrolled graph."""
 
 _SCHEMA_TYPES: dict[type, str] = {int: "int", float: "float", bool: "bool", str: "str"}
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -129,10 +128,7 @@ def _cpu_implementation(region: Region) -> Callable[..., Any]:
 
 def _write_changes(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """Writes the elements that differ, and no others: two targets may be views that overlap, as those of a cache do."""
-    integers = [
-        (target.view(_INTEGERS[target.element_size()]), value.view(_INTEGERS[target.element_size()]))
-        for target, value in zip(targets, values, strict=True)
-    ]
+    integers = [(integer_view(target), integer_view(value)) for target, value in zip(targets, values, strict=True)]
     changes = [before != after for before, after in integers]
     for (before, after), changed in zip(integers, changes, strict=True):
         before[changed] = after[changed]

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 import torch
 from tqdm import tqdm
 
+from bridge.arrays import integer_view
 from contracts.errors import DifferenceFound
-
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers, because comparing floats hides signed zeros and treats NaN as different from itself."""
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+    """Integers of the tensor's values, whatever its strides."""
+    return integer_view(tensor.contiguous())
 
 
 def require_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:

@@ -51,7 +51,7 @@ def _check(card: Card, program: SealedProgram) -> None:
         expected = _REFERENCES[program.region](chosen, dict(program.constants))
 
     def compare(launch: Launch) -> None:
-        for found, (value, tolerance) in zip(launch(program, operands), expected, strict=False):
+        for found, (value, tolerance) in zip(launch(program, operands), expected, strict=True):
             _require_close(program.region, found[rows].double(), value, tolerance)
 
     compare(card.launch)

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from isojax.policy import Policy, completion_rows, pack
+from isojax.kernels.packing import Packing
+from isojax.policy import Policy
 from isojax.rl.mismatch import different_bits
+from isojax.rl.packing import cut
 from isojax.rl.rollout import Completion, TappedRows
 
 ROWS_AT_ONCE = 32
@@ -53,40 +55,33 @@ def compare_with_trainer(
     *,
     temperature: float,
     batch_tokens: int,
-    packing: Mapping[str, Any],
+    packing: Packing,
     tapped: TappedRows | None = None,
     rows_at_once: int = ROWS_AT_ONCE,
 ) -> ParityCounts:
     """Sampled tokens against `policy.log_probs`, full rows against `policy.log_prob_rows`.
 
-    batch_tokens: rows of one packed batch, at most. packing: further arguments of `isojax.pack`, such as
-    `isojax.kernels.packing_of`. Floats are compared as integers, so signed zeros and NaN count. The full rows are those
-    in the completions, or where given those of `tapped`, which are compared where they are: counts alone come back.
+    batch_tokens: rows of one packed batch, at most. packing: as `isojax.kernels.packing_of` gives it. Floats are
+    compared as integers, so signed zeros and NaN count. The full rows are those in the completions, or where given
+    those of `tapped`, which are compared where they are: counts alone come back.
     rows_at_once: full rows that the trainer computes in one call.
     """
     engine_rows = _engine_rows(completions, tapped)
     total = ParityCounts()
-    for chosen in _batches(completions, batch_tokens, packing.get("start_multiple", 1)):
-        members = [completions[index] for index in chosen]
-        batch = pack(
-            [completion.prompt_tokens + completion.tokens for completion in members],
-            [len(completion.prompt_tokens) for completion in members],
-            **packing,
-        )
-        rows = [completion_rows(batch, number) for number in range(len(chosen))]
-        scores = np.asarray(policy.log_probs(params, batch, temperature))
-        for completion, found in zip(members, rows, strict=True):
-            total += _tokens(np.asarray(completion.log_probs, np.float32), scores[found])
+    for micro in cut(completions, range(len(completions)), batch_tokens, packing):
+        scores = np.asarray(policy.log_probs(params, micro.batch, temperature))
+        for index, rows in zip(micro.completions, micro.rows, strict=True):
+            total += _tokens(np.asarray(completions[index].log_probs, np.float32), scores[rows])
         wanted = [
-            (int(found[token_index]), slot)
-            for index, found in zip(chosen, rows, strict=True)
+            (int(rows[token_index]), slot)
+            for index, rows in zip(micro.completions, micro.rows, strict=True)
             for token_index, slot in engine_rows.places[index]
         ]
         for start in range(0, len(wanted), rows_at_once):
             part = wanted[start : start + rows_at_once]
             # Always the same number of rows, by repeating some: one compiled program, of a size that is sealed.
             batch_rows, slots = np.resize(np.array(part, np.int32), (rows_at_once, 2)).T
-            trainer = policy.log_prob_rows(params, batch, batch_rows, temperature)
+            trainer = policy.log_prob_rows(params, micro.batch, batch_rows, temperature)
             compared = jax.device_get(_compare_rows(engine_rows.rows_SV, slots, trainer))
             differ_R, difference_R, entropy_R = (values[: len(part)] for values in compared)
             total += ParityCounts(
@@ -139,20 +134,6 @@ def entropy(log_probs_NV: jax.Array) -> jax.Array:
     """Entropy of every row of log-probabilities in nats, fp32 [N]; an impossible token adds nothing."""
     probabilities_NV = jnp.exp(log_probs_NV)
     return -jnp.where(probabilities_NV > 0, probabilities_NV * log_probs_NV, 0.0).sum(1)
-
-
-def _batches(completions: Sequence[Completion], limit: int, step: int) -> list[list[int]]:
-    """Indices of completions that fill a packed batch together, in order."""
-    batches: list[list[int]] = [[]]
-    used = 0
-    for index, completion in enumerate(completions):
-        length = -(-(len(completion.prompt_tokens) + len(completion.tokens)) // step) * step
-        if batches[-1] and used + length > limit:
-            batches.append([])
-            used = 0
-        batches[-1].append(index)
-        used += length
-    return [batch for batch in batches if batch]
 
 
 def _tokens(engine: np.ndarray, trainer: np.ndarray) -> ParityCounts:

@@ -13,7 +13,7 @@ from torch import fx
 
 import pallas_kernels
 from bridge.digest import weight_digest
-from bridge.graphs import PolicyGraphs
+from bridge.graphs import PolicyGraphs, _write_with_rope
 from bridge.torch_ops import op_of
 from bridge.translate import bind_parameters, dense_operands, translate
 from bridge.weights import ROW_ALIGNMENT, _write, _zeros
@@ -66,6 +66,16 @@ def test_between_a_cards_regions_nothing_moves(family):
         "isojax::add_rms_norm": 2 * LAYERS,
         "isojax::swiglu": LAYERS,
     }
+
+
+def test_attention_that_reads_something_else_than_its_layers_rotation_is_refused():
+    hidden = tiny("qwen3").hidden
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(hidden.graph, {}))
+    attention = next(node for node in graph.nodes if node.target is op_of(REGIONS["attention"]))
+    attention.kwargs = {**attention.kwargs, "v": attention.kwargs["k"]}
+    with pytest.raises(ValueError, match="not those of one qk_norm_rope"):
+        _write_with_rope(fx.GraphModule(hidden, graph))
 
 
 def _is_of_isojax(node: fx.Node) -> bool:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from engine_samples import VOCABULARY, Running, bits, engine_rows, running_engine, same_bits, tiny_policy
+from engine_samples import VOCABULARY, Running, bits, engine_rows, same_bits, tiny_policy
 from vllm import SamplingParams
 
 from contracts import handshake
@@ -25,19 +25,7 @@ from contracts.errors import (
 from isojax import digest
 from isojax.rl.rollout import RolloutEngine, Sampling, open_engine
 
-pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with running_engine(tmp_path_factory.mktemp("policy") / "exported", "bfloat16", tied=False) as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _original_weights(running):
-    """Every test starts from the policy's own weights and an empty prefix cache."""
-    running.engine.sync(running.params)
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("original_weights")]
 
 
 def _model(running: Running):

@@ -6,25 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from engine_samples import running_engine, same_bits
+from engine_samples import same_bits
 
 from bridge.engine import VllmEngine
 from contracts.errors import BadConfig, UnsupportedRequest, WeightDigestMismatch
 from isojax.rl.rollout import Sampling
 
-pytestmark = pytest.mark.engine
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory):
-    with running_engine(tmp_path_factory.mktemp("policy") / "exported", "bfloat16", tied=False) as engine:
-        yield engine
-
-
-@pytest.fixture(autouse=True)
-def _original_weights(running):
-    """Every test starts from the policy's own weights and an empty prefix cache."""
-    running.engine.sync(running.params)
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("original_weights")]
 
 
 def _model(running):

@@ -65,6 +65,8 @@ def test_settings_left_open_are_set():
     assert config.cache_config.block_size == 16
     assert config.cache_config.user_specified_block_size
     assert config.kernel_config.enable_flashinfer_autotune is False
+    with pytest.raises(UnsupportedRequest, match="top_p"):
+        current_platform.validate_request(None, SamplingParams(temperature=1.0, top_p=0.9))
 
 
 @pytest.mark.parametrize("changes", [{"enforce_eager": True}, {"cudagraph_mode": CUDAGraphMode.NONE}])

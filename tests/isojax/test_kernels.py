@@ -25,6 +25,7 @@ from contracts.errors import (
 from isojax.kernels import KERNELS_FOLDER, load_kernels, packing_of
 from isojax.kernels.calls import kernel_calls
 from pallas_kernels import kernel_source
+from pallas_kernels.hopper_regions import region_program
 from pallas_kernels.store import MANIFEST, MODULES
 
 
@@ -59,6 +60,20 @@ def test_calls_are_those_of_the_forward_at_every_bucket() -> None:
     assert [shape for shape, _ in paged.types] == [(8, 2, 64), (64, 16, 1, 64), (64, 16, 1, 64), (4, 4), (8,), (8,)]
     writing = next(call for call in calls if call.region == "paged_qk_norm_rope")
     assert [shape for shape, _ in writing.types][:5] == [(8, 256), (8, 64), (8,), (64, 16, 1, 64), (64, 16, 1, 64)]
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(8, 11), (256, 10)])
+def test_a_decode_layer_is_ten_kernels_and_one_more_where_few_tokens_share_their_splits(tokens, kernels) -> None:
+    shapes = dataclasses.replace(SHAPES, token_buckets=(tokens,), max_context=2048, max_pages=128)
+    policy = isojax.Policy(dataclasses.replace(sealable_policy().config, max_position=2048))
+    steps = {
+        call.region: len(region_program(call.region, call.types, dict(call.parameters)).steps)
+        for call in kernel_calls(policy, shapes)
+        if call.types[0][0][0] == tokens
+    }
+    # As the engine's graph calls them, see tests/bridge/test_dense_operands.py.
+    calls = {"matmul": 4, "paged_qk_norm_rope": 1, "paged_attention": 1, "add_rms_norm": 2, "swiglu": 1}
+    assert sum(count * steps[region] for region, count in calls.items()) == kernels
 
 
 def test_the_contract_names_every_kernel_and_claims_nothing(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """The mechanism: declarations, primitives, errors, symbolic token counts, platforms, counters."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,14 @@ def test_the_dense_family_is_declared():
         assert region.spec.rounding
         assert region.spec.hazards
         assert set(region.spec.cases) <= set(counters.CASES)
+
+
+@pytest.mark.parametrize("updates", [("q",), ("k_cache",), ("k_cache", "elsewhere")])
+def test_updates_must_be_the_last_results_and_operands_too(updates):
+    declared = pk.REGIONS["paged_qk_norm_rope"]
+    with pytest.raises(ValueError, match="not its last results and operands too"):
+        dataclasses.replace(declared, name="of_a_test", updates=updates)
+    assert "of_a_test" not in pk.REGIONS
 
 
 def test_a_call_is_one_primitive_that_knows_its_region():

@@ -85,6 +85,17 @@ def test_the_call_in_xla_holds_the_sealed_bytes(name):
     assert emitted(name, operands, parameters) == expected
 
 
+def test_a_buffer_written_in_place_is_one_buffer_in_xla():
+    operands, parameters = CALLS["paged_qk_norm_rope"]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    (module,) = seal_region(REGIONS["paged_qk_norm_rope"], types, parameters).modules
+    assert [(module.operands[i], module.results[j]) for i, j in module.aliases] == [
+        ("k_cache", "k_cache"),
+        ("v_cache", "v_cache"),
+    ]
+    assert all(not other.aliases for other in seal_region(REGIONS["swiglu"], ((((T, 2 * H)), "bfloat16"),), {}).modules)
+
+
 @pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (97, 97), (104, 104), (1999, 1999), (1999, 2001), (2000, 2001)])
 def test_a_vocabulary_of_any_size_lowers(vocab, rows):
     x, w, heat = ((T, H), "bfloat16"), ((rows, H), "bfloat16"), ((), "float32")

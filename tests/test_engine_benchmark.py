@@ -1,0 +1,37 @@
+"""The whole engines' benchmark off a card: what it asks for, and how arms are compared."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import engine
+import engine_arm
+
+
+def test_a_workload_is_read_from_its_text():
+    assert engine_arm.Workload.parse("32x128x512") == (32, 128, 512)
+    with pytest.raises(TypeError):
+        engine_arm.Workload.parse("32x128")
+
+
+def test_our_arm_asks_for_options_that_the_engine_has():
+    options = engine_arm.our_options(32, 640)
+    assert (options.max_sequences, options.max_context) == (32, 640)
+
+
+def test_an_arm_is_compared_with_stock_on_the_workloads_that_both_measured():
+    def row(batch, seconds, **more):
+        return {"batch": batch, "prompt": 128, "output": 512, "seconds": seconds, **more}
+
+    arms = {
+        "stock": {"exit_code": 0, "rows": [row(1, 2.0, device_ms_a_step=4.0), row(32, 8.0)]},
+        "isojax": {"exit_code": 1, "rows": [row(1, 1.0, device_ms_a_step=3.0)]},
+        "batch_invariant": {"exit_code": 0, "rows": [row(32, 12.0), row(256, 9.0)]},
+    }
+    assert engine.compared(arms)["ratios_to_stock"] == {
+        "isojax": {"1x128x512": {"seconds": 0.5, "device_ms_a_step": 0.75}},
+        "batch_invariant": {"32x128x512": {"seconds": 1.5}},
+    }
