@@ -14,6 +14,8 @@ MATMUL_FILES = ("matmul_h200.json", "matmul_four_leaves_h200.json", "matmul_smal
 LARGE_AIMS = {1: 1.0, 2: 1.05, 4: 1.05, 8: 1.1}
 FEW_TOKENS = 64
 COPY_AIM = 0.85
+PREFILL_AIM, DECODE_AIM = 1.15, 1.1
+ENGINE_FILES = ("engine_qwen3_8b_h200.json",)
 STEP_ROWS = 12
 
 
@@ -24,7 +26,7 @@ def main() -> None:
 
 def page() -> str:
     """The page's text. Raises KeyError and FileNotFoundError for result files of another layout, or missing."""
-    parts = ["# Performance", _INTRODUCTION, _matmul(), _attention(), _rows(), _step()]
+    parts = ["# Performance", _INTRODUCTION, _engine(), _matmul(), _attention(), _rows(), _step(), _launches()]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -56,10 +58,32 @@ def _attention() -> str:
     lines = []
     for row in _load("attention_h200.json")["rows"]:
         rate = f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['tb_per_s']:.2f} TB/s"
-        torch_us = f"{row['torch_us']:.0f}" if "torch_us" in row else "-"
-        lines.append((row["what"], f"{row['us']:.0f}", torch_us, rate))
-    titles = ("sequences x tokens", "us", "torch SDPA us", "rate")
+        aim = PREFILL_AIM if row["what"].startswith("prefill") else DECODE_AIM
+        times = (f"{row[name]:.0f}" for name in ("us", "flash_attention_3_us"))
+        lines.append((row["what"], *times, f"{row['ratio']:.2f}", f"{aim:.2f}", rate))
+    titles = ("sequences x tokens", "us", "vLLM's FlashAttention 3 us", "ratio", "aim", "rate")
     return f"## Attention\n\n32 query heads over 8 of size 128, bfloat16.\n\n{_table(titles, lines)}"
+
+
+def _engine() -> str:
+    lines = []
+    for name in ENGINE_FILES:
+        found = _load(name)
+        for arm, ratios in found["ratios_to_stock"].items():
+            rows = {f"{row['batch']}x{row['prompt']}x{row['output']}": row for row in found["arms"][arm]["rows"]}
+            for workload, ratio in ratios.items():
+                row = rows[workload]
+                device = (f"{row['device_ms_a_step']:.2f}", f"{ratio['device_ms_a_step']:.2f}")
+                seconds = (f"{row['tokens_per_second']:.0f}", f"{ratio['seconds']:.2f}")
+                lines.append((found["policy"], arm, workload, *device, *seconds))
+    titles = ("shapes", "arm", "requests x in x out", "device ms a step", "ratio", "tokens/s", "ratio of seconds")
+    return f"## vLLM against stock vLLM\n\nRatios of medians in one run.\n\n{_table(titles, lines)}"
+
+
+def _launches() -> str:
+    rows = _load("launch_cost_h200.json")["rows"]
+    lines = [(row["what"], f"{row['host_us']:.1f}") for row in rows]
+    return f"## Host time of a launch outside of a CUDA graph\n\n{_table(('call', 'us'), lines)}"
 
 
 def _rows() -> str:
