@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import jax
 
+from pallas_kernels.matmul.hopper_cluster import ClusterTile, cluster_matmul
 from pallas_kernels.matmul.hopper_large import LargeTile, large_matmul
 from pallas_kernels.matmul.hopper_small import SmallTile, small_matmul
 from pallas_kernels.program import Buffer, Program, Step
+
+Tile = ClusterTile | LargeTile | SmallTile
 
 #: Up to this many tokens they are wgmma's N operand. Neither form nor tile moves a bit, so this is free to tune.
 SMALL_TOKENS = 128
@@ -22,7 +25,7 @@ def matmul_program(
     leaves: int = 1,
     bias: bool = False,
     out_dtype: str = "bfloat16",
-    tile: LargeTile | SmallTile | None = None,
+    tile: Tile | None = None,
 ) -> Program:
     """``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands.
 
@@ -44,7 +47,7 @@ def matmul_kernel(
     K: int,
     *,
     leaves: int,
-    tile: LargeTile | SmallTile,
+    tile: Tile,
     bias: bool = False,
     out_dtype: str = "bfloat16",
     weight_parts: int = 1,
@@ -54,12 +57,14 @@ def matmul_kernel(
     ``weight_parts``: operands that hold the weights, 2 where they are split as `hopper_weights` does.
     """
     common = {"leaves": leaves, "bias": bias, "out_dtype": out_dtype, "weight_parts": weight_parts}
+    if isinstance(tile, ClusterTile):
+        return cluster_matmul(T, N, K, tile=tile, **common)
     if isinstance(tile, LargeTile):
         return large_matmul(T, N, K, tile=tile, **common)
     return small_matmul(T, N, K, tile=tile, **common)
 
 
-def choose_tile(T: int, N: int, K: int, leaves: int) -> LargeTile | SmallTile:
+def choose_tile(T: int, N: int, K: int, leaves: int) -> Tile:
     """The tile for these shapes: a table would go here; this is the rule it would refine."""
     depth = next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
     if T <= SMALL_TOKENS:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper_tools import drain, fitting_stages, fold_pairs, sm_count, swizzled
+from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
 
@@ -60,7 +61,7 @@ class Epilogue:
     results: tuple[jax.ShapeDtypeStruct, ...]
 
 
-def _tile_order(index: jax.Array, row_tiles: int, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
+def tile_order(index: jax.Array, row_tiles: int, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
     """Walks the tiles in bands of ``group`` row tiles, down a band's rows first."""
     band_size = group * column_tiles
     band = lax.div(index, jnp.int32(band_size))
@@ -117,7 +118,7 @@ def large_matmul(
         member = lax.axis_index("member")
 
         def tile_origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            row, column = _tile_order(index, row_tiles, column_tiles, tile.group)
+            row, column = tile_order(index, row_tiles, column_tiles, tile.group)
             return (row * tile.cluster + member) * tile.block_rows, column * tile.block_columns
 
         @pl.when(warpgroup == CONSUMERS)
@@ -128,17 +129,10 @@ def large_matmul(
             def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
                 row, column = tile_origin(info.index[0])
 
-                def _step(k: jax.Array, done: jax.Array) -> jax.Array:
-                    slot = lax.rem(done, jnp.int32(stages))
-
-                    @pl.when(done >= stages)
-                    def _() -> None:
-                        plgpu.barrier_wait(empty.at[slot])
-
+                def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds(k * tile.depth, tile.depth)
-                    plgpu.copy_gmem_to_smem(
-                        x_TK.at[pl.ds(row, tile.block_rows), along_k], x_smem.at[slot], full.at[slot]
-                    )
+                    rows = pl.ds(row, tile.block_rows)
+                    plgpu.copy_gmem_to_smem(x_TK.at[rows, along_k], x_smem.at[slot], full.at[slot])
                     load_rows(
                         weights,
                         column,
@@ -148,9 +142,8 @@ def large_matmul(
                         full.at[slot],
                         collective_axes="member" if tile.cluster > 1 else None,
                     )
-                    return done + 1
 
-                return lax.fori_loop(0, steps, _step, carry)
+                return fill(steps, stages, carry, empty, start)
 
             drain(empty, stages, _tiles)
 
@@ -166,26 +159,11 @@ def large_matmul(
                 row, column = tile_origin(info.index[0])
 
                 def leaf(number: jax.Array | int) -> jax.Array:
-                    start = carry + number * leaf_steps
+                    def operands(slot: jax.Array) -> tuple[jax.Ref, jax.Ref]:
+                        return x_smem.at[slot, my_rows], w_smem.at[slot, my_columns].transpose((1, 0))
 
-                    def chain(acc: jax.Ref) -> jax.Array:
-                        def _step(k: jax.Array, _: None) -> None:
-                            slot = lax.rem(start + k, jnp.int32(stages))
-                            plgpu.barrier_wait(full.at[slot])
-                            plgpu.wgmma(acc, x_smem.at[slot, my_rows], w_smem.at[slot, my_columns].transpose((1, 0)))
-                            # One wgmma group stays in flight, so the slot before this one is free only now.
-                            plgpu.wgmma_wait(1)
-
-                            @pl.when(k > 0)
-                            def _() -> None:
-                                plgpu.barrier_arrive(empty.at[lax.rem(start + k - 1, jnp.int32(stages))])
-
-                        lax.fori_loop(0, leaf_steps, _step, None)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[lax.rem(start + leaf_steps - 1, jnp.int32(stages))])
-                        return acc[...]
-
-                    return pl.run_scoped(chain, plgpu.ACC((tile.rows, tile.columns), jnp.float32))
+                    shape = (tile.rows, tile.columns)
+                    return chain(shape, leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
 
                 waiting = [stash.at[level, warpgroup] for level in range(stashes)]
                 total = fold_pairs(leaf, leaves, waiting)
@@ -196,10 +174,7 @@ def large_matmul(
                     return carry + steps
                 total = total.astype(out_dtype)
                 if bias_N is not None:
-                    added = plgpu.load(
-                        bias_N.at[pl.ds(out_column, tile.columns)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-                    )
-                    total = (total.astype(jnp.float32) + added.astype(jnp.float32)[None, :]).astype(out_dtype)
+                    total = add_bias(total, bias_N, out_column, 1)
                 for number, (r, c) in enumerate(
                     itertools.product(range(0, tile.rows, 64), range(0, tile.columns, piece))
                 ):
