@@ -36,13 +36,14 @@ def unlowered(region, types, parameters, module=None) -> SealedProgram:
 def unlowered_steps(region, types, parameters) -> SealedProgram:
     """The steps and buffers of the region's kernels on a card; each module's bytes say what it is for."""
     program = region_program(region, types, parameters)
+    constants = tuple(sorted(parameters.items()))
     modules = tuple(
-        SealedModule(step.name, repr((region, types, sorted(parameters.items()), step.name)).encode(), *buffers)
+        SealedModule(step.name, repr((region, types, constants, step.name)).encode(), step.operands, step.results)
         for step in program.steps
-        for buffers in [(step.operands, step.results)]
     )
-    sizes = (program.buffers, program.operands, program.results)
-    return SealedProgram(region, REGIONS[region].version, tuple(sorted(parameters.items())), *sizes, modules)
+    return SealedProgram(
+        region, REGIONS[region].version, constants, program.buffers, program.operands, program.results, modules
+    )
 
 
 def matmul_types(tokens: int = 8):

@@ -135,5 +135,5 @@ def require_refused(base: str, field: str, value: object, named: str) -> None:
     status, answer = post(base, {"prompt": [5, 6], "max_tokens": 4, field: value})
     assert status == 400, answer
     message = answer["error"]["message"]
-    assert message.startswith(f"{named}: found"), message
+    assert f"{named}: found" in message, message
     assert "allowed:" in message

@@ -18,7 +18,10 @@ MINUS_INFINITY = float("-inf")
 
 def step_card(bundle: Bundle) -> Card:
     """A card whose launches are these forms, one kernel after the other."""
-    seal = lambda call: unlowered_steps(call.region, call.types, dict(call.parameters))  # noqa: E731
+
+    def seal(call):
+        return unlowered_steps(call.region, call.types, dict(call.parameters))
+
     return Card(bundle, torch.device("cpu"), run_steps, seal)
 
 

@@ -89,8 +89,8 @@ def test_a_fault_of_one_step_reaches_no_other():
     other = unlowered_steps("log_prob_rows", types, {"vocab_size": 255})
     card = Card(Bundle((target,), SHAPES), torch.device("cpu"), make, lambda call: other)
     operands = {name: torch.tensor(float(-number)) for number, name in enumerate(target.operands, 1)}
-    spoil = lambda values: {"sums": values["sums"] + 100}  # noqa: E731
-    (result,) = Fault("", (("vocab_size", 255),), spoil, step="leaves").launch(card, target)(target, operands)
+    fault = Fault("", (("vocab_size", 255),), lambda values: {"sums": values["sums"] + 100}, step="leaves")
+    (result,) = fault.launch(card, target)(target, operands)
     assert [name for name, _, _ in seen] == ["logits", "blocks", "leaves", "constants", "rows"]
     modules = {module.name: module.module for module in target.modules} | {"leaves": other.modules[2].module}
     assert all(modules[name] == module for name, module, _ in seen)
