@@ -11,7 +11,8 @@ import torch
 from timing import copies, microseconds, write_results
 
 from bridge.launcher import Compiler, Launcher
-from pallas_kernels.matmul.hopper import Tile, matmul_program
+from pallas_kernels.matmul.hopper import matmul_program
+from pallas_kernels.matmul.hopper_choice import WIDEST, Tile, choose_tile
 from pallas_kernels.matmul.hopper_cluster import ClusterTile
 from pallas_kernels.matmul.hopper_large import LargeTile
 from pallas_kernels.matmul.hopper_small import SmallTile
@@ -26,18 +27,15 @@ SMALL = [
     for w, d, s, p in ((1, 128, 6, 1), (2, 128, 4, 1), (1, 128, 4, 2), (2, 128, 4, 2))
 ]
 LARGE = [
-    LargeTile(rows=64, columns=128, split="rows", stages=6),
-    LargeTile(rows=64, columns=256, split="rows", stages=4),
-    LargeTile(rows=64, columns=256, split="rows", stages=4, cluster=2),
-    LargeTile(rows=64, columns=64, split="rows", stages=8),
+    *(LargeTile(columns=columns) for columns in (48, 64, 96, 128, 192, 256)),
+    *(LargeTile(columns=columns, cluster=2) for columns in (96, 128, 192, 256)),
+    LargeTile(columns=128, run=2),
+    LargeTile(columns=64, depth=128, stages=5),
 ]
 CLUSTER = [
     ClusterTile(parallel=2),
-    ClusterTile(parallel=4),
-    ClusterTile(parallel=2, columns=64, stages=6),
-    ClusterTile(parallel=4, columns=64, stages=6),
-    ClusterTile(parallel=2, split="columns"),
-    ClusterTile(parallel=4, split="columns"),
+    ClusterTile(parallel=2, columns=64),
+    ClusterTile(parallel=4, columns=64),
 ]
 
 
@@ -53,10 +51,11 @@ class Case(NamedTuple):
 
 def _cases(T: int, N: int, K: int, leaves: int) -> list[Case]:
     small = [tile for tile in SMALL if T <= 128 and leaves % tile.parallel == 0]
-    large = [tile for tile in LARGE if T > 64 and (leaves == 1 or tile.columns <= (128 if leaves < 8 else 64))]
-    cluster = [tile for tile in CLUSTER if leaves in (tile.parallel, 2 * tile.parallel)]
-    # Sixty-four rows side by side are for few tokens, and narrow tiles for not many.
-    cluster = [tile for tile in cluster if (64 if tile.split == "columns" else 512 if tile.columns < 128 else T) >= T]
+    # Narrow tiles are for not many tokens, and those that share weights for more than one row of tiles.
+    large = [tile for tile in LARGE if T > 64 and tile.columns <= WIDEST[leaves]]
+    large = [tile for tile in large if (tile.columns >= 128 or T <= 512) and (tile.cluster == 1 or T > 128)]
+    large = [tile for tile in large if tile.run == 4 or leaves > 2]
+    cluster = [tile for tile in CLUSTER if 64 < T <= 512 and leaves in (tile.parallel, 2 * tile.parallel)]
     return [Case(T, N, K, leaves, tile) for tile in (*small, *large, *cluster)]
 
 
@@ -105,6 +104,7 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--tokens", default="8,64,128,256,1024,8192")
     parser.add_argument("--leaves", default="1,4")
+    parser.add_argument("--chosen", action="store_true", help="time the committed choice alone, not all tiles")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -114,7 +114,7 @@ def main() -> None:
         for T, count in itertools.product(tokens, leaves)
         for N, K in (*SHAPES, *([HEAD] if count == 1 else []))
     ]
-    groups = [_cases(*shape) for shape in shapes]
+    groups = [[Case(*shape, choose_tile(*shape))] if arguments.chosen else _cases(*shape) for shape in shapes]
     cases = [case for group in groups for case in group]
     with ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool:
         sealed = {case: program for case, program in zip(cases, pool.map(_seal, cases), strict=True) if program}

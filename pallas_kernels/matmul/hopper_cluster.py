@@ -13,14 +13,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
+from pallas_kernels.hopper_tools import drain, fitting_stages, fold, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_large import CONSUMERS, tile_order
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
 ROWS = 64
-#: Leaves that a block sums in registers, beside the running one.
-MOST_LEAVES = 2
+#: Leaves that a block sums in registers.
+MOST_LEAVES = 4
 #: Clusters of this many blocks or fewer fill the card. Its multiprocessors come in groups of 16 or 18, so larger ones
 #: leave some idle, and one cluster more than there is room for would wait for a whole round.
 FILLING = 2
@@ -39,7 +39,7 @@ class ClusterTile:
     columns: int = 128
     split: str = "rows"
     depth: int = 64
-    stages: int = 4
+    stages: int = 8
     group: int = 8
 
     @property
@@ -68,6 +68,8 @@ def cluster_matmul(
         raise ValueError(f"N={N} is not a multiple of 64")
     if K % (leaves * tile.depth):
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
+    if bias and N % tile.block_columns:
+        raise ValueError(f"N={N} is not a multiple of {tile.block_columns}, and the bias is read in whole tiles")
     my_leaves = leaves // tile.parallel
     if leaves % tile.parallel or my_leaves > MOST_LEAVES:
         raise ValueError(f"leaves={leaves} do not divide over {tile.parallel} blocks of at most {MOST_LEAVES} each")
@@ -119,32 +121,40 @@ def cluster_matmul(
             def _(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
                 row, column = tile_origin(info.index[0])
 
-                def leaf(number: int) -> jax.Array:
+                def leaf(number: jax.Array | int) -> jax.Array:
                     def operands(slot: jax.Array) -> tuple[jax.Ref, jax.Ref]:
                         return x_smem.at[slot, my_rows], w_smem.at[slot, my_columns].transpose((1, 0))
 
                     shape = (ROWS, tile.columns)
                     return chain(shape, leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
 
-                partial = fold(leaf, my_leaves)
+                partial = fold_runs(leaf, my_leaves, (ROWS, tile.columns), ())
 
                 @pl.when(carry > 0)
                 def _() -> None:
                     # Every block must have read what it was sent for the tile before.
                     plgpu.barrier_wait(taken.at[warpgroup])
 
-                for receiver in range(tile.parallel):
-                    plgpu.async_store_smem(
-                        partial[:, receiver * tile.slice : (receiver + 1) * tile.slice],
-                        inbox.at[member, warpgroup],
-                        arrived.at[warpgroup],
-                        cluster_idx=jnp.int32(receiver),
-                        cluster_dim="member",
-                    )
+                pieces = [partial[:, at : at + tile.slice] for at in range(0, tile.columns, tile.slice)]
+                for receiver, piece in enumerate(pieces):
+
+                    @pl.when(member != receiver)
+                    def _(receiver: int = receiver, piece: jax.Array = piece) -> None:
+                        plgpu.async_store_smem(
+                            piece,
+                            inbox.at[member, warpgroup],
+                            arrived.at[warpgroup],
+                            cluster_idx=jnp.int32(receiver),
+                            cluster_dim="member",
+                        )
+
                 plgpu.barrier_wait(arrived.at[warpgroup])
 
                 def part(number: int) -> jax.Array:
-                    return plgpu.load(inbox.at[number, warpgroup], layout=plgpu.Layout.WGMMA)
+                    def sent() -> jax.Array:
+                        return plgpu.load(inbox.at[number, warpgroup], layout=plgpu.Layout.WGMMA)
+
+                    return lax.cond(member == number, lambda: pieces[number], sent)
 
                 total = fold(part, tile.parallel)
                 # All threads of the warpgroup must have read it.
@@ -189,7 +199,7 @@ def cluster_matmul(
             plgpu.SMEM((CONSUMERS, ROWS, tile.slice), jnp.dtype(out_dtype), transforms=swizzled(tile.slice, out_dtype)),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=tile.parallel, num_barriers=CONSUMERS),
+            plgpu.Barrier(num_arrivals=tile.parallel - 1, num_barriers=CONSUMERS),
             plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=CONSUMERS),
         ),
     )

@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold_pairs, sm_count, swizzled
+from pallas_kernels.hopper_tools import drain, fitting_stages, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
@@ -25,16 +25,18 @@ class LargeTile:
 
     ``rows`` and ``columns`` are one warpgroup's tile; the two consumer warpgroups sit side by side along ``split``
     ("rows" or "columns"). ``group`` row tiles are walked together, so that they share weights in the L2 cache.
-    With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight tile by multicast.
+    Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight
+    tile by multicast.
     """
 
     rows: int = 64
     columns: int = 128
     split: str = "rows"
     depth: int = 64
-    stages: int = 6
+    stages: int = 10
     group: int = 8
     cluster: int = 1
+    run: int = 4
 
     @property
     def block_rows(self) -> int:
@@ -93,18 +95,22 @@ def large_matmul(
         raise ValueError(f"N={N} is not a multiple of 64")
     if K % (leaves * tile.depth):
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
+    if bias and N % tile.block_columns:
+        raise ValueError(f"N={N} is not a multiple of {tile.block_columns}, and the bias is read in whole tiles")
     row_tiles = pl.cdiv(T, tile.block_rows * tile.cluster)
     column_tiles = pl.cdiv(N, tile.block_columns)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
-    piece = 128 // jnp.dtype(out_dtype).itemsize
+    widest = 128 // jnp.dtype(out_dtype).itemsize
+    piece = next(width for width in (widest, widest // 2, widest // 4) if tile.columns % width == 0)
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
-    # Registers hold the running leaf and one waiting sum at a 64x128 tile; deeper sums wait in shared memory.
-    stashes = max(0, leaves.bit_length() - 2)
+    # Sums that do not fit the registers wait in shared memory, a level of the tree each.
+    stashes = max(0, leaves.bit_length() - tile.run.bit_length())
     stash_bytes = stashes * CONSUMERS * tile.rows * tile.columns * 4
     slots = 1 if stashes else 2
-    stages = fitting_stages(tile.stages, steps, stage_bytes, CONSUMERS * slots * 64 * 128 + stash_bytes)
+    out_bytes = CONSUMERS * slots * 64 * piece * jnp.dtype(out_dtype).itemsize
+    stages = fitting_stages(tile.stages, steps, stage_bytes, out_bytes + stash_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -166,7 +172,7 @@ def large_matmul(
                     return chain(shape, leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
 
                 waiting = [stash.at[level, warpgroup] for level in range(stashes)]
-                total = fold_pairs(leaf, leaves, waiting)
+                total = fold_runs(leaf, leaves, (tile.rows, tile.columns), waiting, tile.run)
                 out_row = row + (warpgroup * tile.rows if along_rows else 0)
                 out_column = column + (0 if along_rows else warpgroup * tile.columns)
                 if epilogue is not None:

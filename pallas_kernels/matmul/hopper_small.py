@@ -33,6 +33,10 @@ class SmallTile:
     stages: int = 6
     parallel: int = 1
 
+    @property
+    def block_columns(self) -> int:
+        return ROWS * self.warpgroups
+
 
 def small_matmul(
     T: int, N: int, K: int, *, leaves: int, bias: bool, out_dtype: str, tile: SmallTile, weight_parts: int = 1
@@ -50,7 +54,9 @@ def small_matmul(
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     if leaves % tile.parallel:
         raise ValueError(f"leaves={leaves} do not divide over {tile.parallel} blocks")
-    block_rows = ROWS * tile.warpgroups
+    block_rows = tile.block_columns
+    if bias and N % block_rows:
+        raise ValueError(f"N={N} is not a multiple of {block_rows}, and the bias is read in whole tiles")
     tiles = pl.cdiv(N, block_rows)
     leaf_steps = K // (leaves * tile.depth)
     my_leaves = leaves // tile.parallel
