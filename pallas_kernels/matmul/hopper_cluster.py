@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold, fold_runs, sm_count, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_large import CONSUMERS, tile_order
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
@@ -180,7 +180,7 @@ def cluster_matmul(
     if tile.parallel > FILLING:
         clusters -= clusters % 32
     layout = swizzled(tile.depth)
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(min(row_tiles * column_tiles, clusters),),

@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold_runs, sm_count, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
@@ -211,7 +211,7 @@ def large_matmul(
     if stashes:
         shape = (stashes, CONSUMERS, tile.rows, tile.columns)
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(tile.columns, "float32")))
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=epilogue.results if epilogue else (jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
@@ -160,7 +160,7 @@ def small_matmul(
         shape = (tile.parallel - 1, tile.warpgroups, ROWS, T)
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(T, "float32")))
         scratch.append(plgpu.Barrier(num_arrivals=tile.parallel - 1, num_barriers=tile.warpgroups))
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper_rows import Row
+from pallas_kernels.hopper_tools import chained_kernel
 
 #: Rows of the copy. Every kernel's tile of weight rows divides it, so no tile has rows of both.
 TAIL_ROWS = 256
@@ -36,7 +37,7 @@ def tail_kernel(N: int, K: int) -> Callable[..., tuple[jax.Array, ...]]:
         inside = lax.broadcast_in_dim(last - first - row, value_K.shape, ()) >= 0
         row_of.store(jnp.where(inside, value_K, 0.0), tail, row, scratch, 0)
 
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((TAIL_ROWS, K), jnp.bfloat16),),
         grid=(TAIL_ROWS,),

@@ -58,6 +58,16 @@ def test_only_the_cast_has_no_kernel():
         region_program("cast", (((8, 8), "bfloat16"),), {"dtype": "float32"})
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_every_launch_waits_for_the_one_before(name):
+    """Blocks may be placed early, so a kernel that did not wait would read what is not written yet."""
+    operands, parameters = CALLS[name]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    for module in seal_region(REGIONS[name], types, parameters).modules:
+        for needed in (b"mosaic_gpu.uses_pdl", b"griddepcontrol.wait;", b"griddepcontrol.launch_dependents;"):
+            assert needed in module.module, f"{module.name}: {needed!r}"
+
+
 def emitted(name, operands, parameters):
     """(module, hash) of every custom call that XLA would run, and no CUDA here."""
     bound = jax.jit(lambda *x: REGIONS[name].bind(*x, **parameters))
