@@ -58,12 +58,12 @@ def _layer(compiler: Compiler, T: int, length: int) -> Callable[[dict[str, torch
     swiglu = _kernel(compiler, "swiglu", [((T, 2 * INNER), b16)], {})
 
     def run(t: dict[str, torch.Tensor]) -> torch.Tensor:
-        residual, normed = add_norm(t["x"], t["residual"], t["norm"])
+        normed, residual = add_norm(t["x"], t["residual"], t["norm"])
         packed = qkv(normed, t["qkv"])[0]
         q, keys, values = rope(packed, t["angles"], t["slots"], t["keys"], t["values"], t["q_norm"], t["k_norm"])
         attended = attention(q, keys, values, t["table"], t["owners"], t["positions"])[0]
         projected = out(attended.view(T, H * D), t["out"])[0]
-        residual, normed = add_norm(projected, residual, t["norm"])
+        normed, residual = add_norm(projected, residual, t["norm"])
         return down(swiglu(gate_up(normed, t["gate_up"])[0])[0], t["down"])[0]
 
     return run
