@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_samples import VOCABULARY, same_bits, tiny_policy
+from engine_samples import PADDED_TOKENS, STEP_TOKENS, VOCABULARY, same_bits, tiny_policy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from isojax import completion_rows, export_policy, pack
@@ -44,7 +44,11 @@ def served(tmp_path_factory):
     log = folder.parent / "server.log"
     with log.open("w") as output:
         server = subprocess.Popen(
-            [str(Path(sys.executable).parent / "vllm"), "serve", str(folder), "--port", str(port)],
+            # Steps of so few tokens that the longest prompt below needs several.
+            [
+                *(str(Path(sys.executable).parent / "vllm"), "serve", str(folder), "--port", str(port)),
+                *("--max-num-batched-tokens", str(STEP_TOKENS)),
+            ],
             env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -92,16 +96,15 @@ def test_log_probabilities_over_http_equal_the_trainers(served):
     assert all(len(ids) == 8 or ids[-1] == 2 for ids in tokens)
     # JSON carries a float32 value as the shortest decimal of its double, which reads back exactly.
     reported = [np.array(choice["logprobs"]["token_logprobs"], np.float32) for choice in choices]
-    batch = pack(
-        [prompt + ids for prompt, ids in zip(prompts, tokens, strict=True)], [len(prompt) for prompt in prompts]
-    )
+    sequences = [prompt + ids for prompt, ids in zip(prompts, tokens, strict=True)]
+    batch = pack(sequences, [len(prompt) for prompt in prompts], length_multiple=PADDED_TOKENS)
     values = np.asarray(policy.log_probs(params, batch))
     assert same_bits(reported, [values[completion_rows(batch, index)] for index in range(len(prompts))])
 
 
 def test_the_same_seed_gives_the_same_tokens_also_with_a_chunked_prompt(served):
     base, _, _ = served
-    body = {"prompt": [5] * 200, "max_tokens": 6, "seed": 9, "temperature": 1.0, "return_token_ids": True}
+    body = {"prompt": [5] * (3 * STEP_TOKENS + 8), "max_tokens": 6, "seed": 9, "temperature": 1.0, "return_token_ids": True}
     answers = [_post(base, body)[1]["choices"][0]["token_ids"] for _ in range(2)]
     assert answers[0] == answers[1]
     assert _post(base, {**body, "seed": 10})[1]["choices"][0]["token_ids"] != answers[0]
