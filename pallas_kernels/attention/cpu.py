@@ -41,7 +41,9 @@ def attention(
         row = token - position + start
         return lax.dynamic_slice_in_dim(k, row, block), lax.dynamic_slice_in_dim(v, row, block)
 
-    return (run_items(q_THD, positions_T, positions_T == 0, segment_ids_T >= 0, storage(v_TKD), read, scale, split),)
+    first_T, live_T = positions_T == 0, segment_ids_T >= 0
+    # One tile size, since a second one is a second compilation of the schedule: hardly an item here is a single query.
+    return (run_items(q_THD, positions_T, first_T, live_T, storage(v_TKD), read, scale, split, mixed=False),)
 
 
 def paged_attention(
@@ -74,7 +76,7 @@ def paged_attention(
     follows_T = jnp.concatenate([jnp.zeros(1, bool), follows_T])
     own_rows_T = starts_RS[request_of_token_T, positions_T // run] + positions_T % run
     own_values_TKD = _words(v_rows[own_rows_T])
-    return (run_items(q_THD, positions_T, ~follows_T, live_T, own_values_TKD, read, scale, split),)
+    return (run_items(q_THD, positions_T, ~follows_T, live_T, own_values_TKD, read, scale, split, mixed=True),)
 
 
 def run_starts(block_table_RP: jax.Array, page: int, run: int) -> jax.Array:
@@ -131,10 +133,13 @@ def run_items(
     read: ReadItemBlock,
     scale: float,
     split: int,
+    *,
+    mixed: bool,
 ) -> jax.Array:
     """One item after the other; an item writes a whole tile, and its successors overwrite the rows behind its own.
 
-    Dead rows read no key and give zero.
+    Dead rows read no key and give zero. mixed: many items are one query, for which there is a tile of its own beside
+    the large one, as in a step that decodes some requests and prefills others. No bit depends on the tile.
     """
     tokens, heads, head = q_THD.shape
     key_heads, dtype = v_TKD.shape[1], q_THD.dtype
@@ -165,8 +170,11 @@ def run_items(
 
         if small == large:
             words_qHD = tile(small)
-        else:
+        elif mixed:
             words_qHD = lax.cond(queries <= small, lambda: tile(small), lambda: tile(large))
+        else:
+            dead = jnp.zeros((large, heads, head), q_words.dtype)
+            words_qHD = lax.cond(length == 0, lambda: dead, lambda: tile(large))
         return lax.dynamic_update_slice_in_dim(out, words_qHD, token, 0)
 
     out = jnp.zeros((tokens + large, heads, head), storage_dtype(dtype))

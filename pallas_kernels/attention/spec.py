@@ -3,8 +3,8 @@
 from pallas_kernels.region import Spec
 from pallas_kernels.rounding import LANES
 
-# Queries that share the reading of keys. Neutral for the bits, as the matmul's row tiles are: a lone query, as in
-# decoding, takes a tile of its own.
+# Queries that share the reading of keys. Neutral for the bits, as the matmul's row tiles are: in the paged form a
+# lone query, as in decoding, takes a tile of its own.
 QUERY_TILE = 32
 # Up to so many tokens every query is taken alone.
 FEW_TOKENS = 16

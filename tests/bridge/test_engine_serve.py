@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from engine_samples import VOCABULARY, tiny_policy
+from engine_samples import STEP_TOKENS, VOCABULARY, tiny_policy
 from served import ENVIRONMENT, REFUSED, against_trainer, card_arguments, post, require_refused, sampled, serving
 from tokenizers import Tokenizer, models, pre_tokenizers
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -30,12 +30,14 @@ def _tokenizer_files() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """(base URL, policy, params) of a server that was started like a user would."""
+    """(base URL, policy, params) of a server that was started as a user would, but for its small steps."""
     folder = tmp_path_factory.mktemp("policy") / "exported"
     policy, params = tiny_policy("bfloat16", tied=False)
     export_policy(folder, policy, params, _tokenizer_files())
     environment = ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-    with serving(folder, folder.parent / "server.log", environment=environment) as base:
+    # Steps of so few tokens that the longest prompt below needs several.
+    steps = ("--max-num-batched-tokens", str(STEP_TOKENS))
+    with serving(folder, folder.parent / "server.log", *steps, environment=environment) as base:
         yield base, policy, params
 
 

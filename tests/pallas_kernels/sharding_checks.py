@@ -25,7 +25,7 @@ from pallas_kernels.loops import hidden_zero, map_row_tiles
 from pallas_kernels.matmul import cpu as matmul
 
 DEVICES = np.array(jax.devices())
-TOKENS = 48
+TOKENS = process_checks.TOKENS
 
 
 def mesh(size: int) -> Mesh:
