@@ -32,25 +32,27 @@ def uniforms(seeds_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
 def draw_rows(log_probs_NV: torch.Tensor, u_N: torch.Tensor, greedy_N: torch.Tensor | None) -> torch.Tensor:
     """The token of each row, int64 [N]: its argmax where greedy, else the one that `u` in [0, 1) selects.
 
-    greedy_N: None where no row is. Inverse transform sampling over probabilities counted in units of 2^-52: sums of
-    whole numbers are exact in any order, so a row's token does not depend on how the device adds, and neither on its
-    neighbours. A row that holds NaN gives some token of the vocabulary; its log-probability is NaN, by which the
+    greedy_N: None where no row is. Inverse transform sampling over probabilities counted in units of 2^-52: float64 adds
+    whole numbers up to 2^53 exactly in any order, so a row's token does not depend on how the device adds, and neither
+    on its neighbours. A row that holds NaN gives some token of the vocabulary; its log-probability is NaN, by which the
     caller knows it.
     """
     vocabulary = log_probs_NV.shape[1]
-    mass_NV = log_probs_NV.exp().to(torch.float64).mul_(UNITS).to(torch.int64)
+    # Counts of units, whole numbers: dividing by a power of two is exact, also in float32.
+    mass_NV = log_probs_NV.exp().div_(1 / UNITS, rounding_mode="floor")
     # Blocks first: a scan over the whole vocabulary would keep one multiprocessor a row busy and the others waiting.
     whole = vocabulary // BLOCK * BLOCK
-    blocks_NB = mass_NV[:, :whole].unflatten(1, (-1, BLOCK)).sum(2)
-    tail_N1 = mass_NV[:, whole:].sum(1, keepdim=True)
+    blocks_NB = mass_NV[:, :whole].unflatten(1, (-1, BLOCK)).sum(2, dtype=torch.float64)
+    tail_N1 = mass_NV[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
     ends_NB = torch.cat([blocks_NB, tail_N1], 1).cumsum(1)
     # Scaled by the row's own sum, which is 1 up to rounding, so that u close to 1 never falls off the end.
-    wanted_N1 = (ends_NB[:, -1:].to(torch.float64) * u_N[:, None]).to(torch.int64)
+    wanted_N1 = (ends_NB[:, -1:] * u_N[:, None]).floor_()
     block_N1 = torch.searchsorted(ends_NB, wanted_N1, right=True).clamp_(max=ends_NB.shape[1] - 1)
-    before_N1 = torch.where(block_N1 > 0, ends_NB.gather(1, (block_N1 - 1).clamp_(min=0)), 0)
+    before_N1 = torch.where(block_N1 > 0, ends_NB.gather(1, (block_N1 - 1).clamp_(min=0)), 0.0)
     columns_NC = block_N1 * BLOCK + torch.arange(BLOCK, device=log_probs_NV.device)
-    inside_NC = mass_NV.gather(1, columns_NC.clamp(max=vocabulary - 1)).masked_fill_(columns_NC >= vocabulary, 0)
-    place_N1 = torch.searchsorted(inside_NC.cumsum(1), wanted_N1 - before_N1, right=True)
+    inside_NC = mass_NV.gather(1, columns_NC.clamp(max=vocabulary - 1)).masked_fill_(columns_NC >= vocabulary, 0.0)
+    inside_NC = inside_NC.to(torch.float64).cumsum(1)
+    place_N1 = torch.searchsorted(inside_NC, wanted_N1 - before_N1, right=True)
     drawn_N = (block_N1 * BLOCK + place_N1)[:, 0].clamp_(max=vocabulary - 1)
     return drawn_N if greedy_N is None else torch.where(greedy_N, log_probs_NV.argmax(1), drawn_N)
 
