@@ -12,7 +12,7 @@ from pallas_kernels.hopper_tools import sm_count
 from pallas_kernels.program import Buffer, Program, Step
 
 #: The most memory that the states of single tokens' splits may take.
-SCRATCH_BYTES = 2**28
+SCRATCH_BYTES = 2**29
 
 
 def attention_program(
@@ -80,7 +80,7 @@ def paged_attention_program(
     tiles = tiled_attention(T, H, K, schedule, source, single_tokens=False, staged_weights=staged_weights)
     decode = decode_attention(parts, schedule, source, blocks=blocks or sm_count(), staged_weights=staged_weights)
     # Few tokens spread over more blocks, many over larger ones.
-    combine = combine_parts(parts, schedule, heads=1 if T * H <= 16 * sm_count() else parts.G)
+    combine = combine_parts(parts, schedule, heads=1 if 16 * sm_count() >= T * H else parts.G)
     steps = (
         Step("tiles", tiles, read, ("out",), {**caches, "q": (T, H * D), "out": (T, H * D)}),
         Step("decode", decode, read, states, {**caches, "q": (T * H, D)}),
