@@ -73,20 +73,17 @@ def compiled_by(compile_one: Callable[[], object], dumps: Path = DUMPS) -> Tool:
     """What made the machine code that `compile_one` compiles through JAX's plugin in this process.
 
     With MOSAIC_GPU_DUMP_TO set, the plugin writes each kernel's machine code into a new folder under /tmp for its
-    disassembler and leaves it there. Raises ToolchainMismatch, with what there was, where it left none or where the
-    code does not name what made it.
+    disassembler and leaves it there. So does this: nothing tells it from one that another process makes meanwhile, and
+    that one must find its own again. Raises ToolchainMismatch, with what there was, where there is no new one, where
+    the code does not name what made it, or where two differ.
     """
     before = set(dumps.glob(_DUMP))
     with tempfile.TemporaryDirectory() as texts, _environment("MOSAIC_GPU_DUMP_TO", texts):
         compile_one()
         written = sorted(path.name for path in Path(texts).iterdir())
-    folders = set(dumps.glob(_DUMP)) - before
-    try:
-        codes = [path.read_bytes() for folder in folders for path in folder.glob("kernel.bin")]
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-    # Another process may have dumped at the same time; then all must say the same.
+    # Another user's can't be read, and is not this process's.
+    folders = [folder for folder in set(dumps.glob(_DUMP)) - before if folder.stat().st_uid == os.getuid()]
+    codes = [path.read_bytes() for folder in folders for path in folder.glob("kernel.bin")]
     found = {tool_of(code) for code in codes}
     if len(found) != 1:
         raise _unknown(f"{sorted(map(str, found))} in {len(codes)} dumps of machine code; other dumps: {written}")

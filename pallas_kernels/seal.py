@@ -68,6 +68,21 @@ class SealedProgram:
     def digests(self) -> tuple[str, ...]:
         return tuple(module.sha256 for module in self.modules)
 
+    @property
+    def kernels(self) -> tuple[SealedProgram, ...]:
+        """Each launch as a program of its own: what it reads of the others' results is an operand."""
+        return tuple(self._alone(module) for module in self.modules)
+
+    def _alone(self, module: SealedModule) -> SealedProgram:
+        used = dict.fromkeys((*module.operands, *module.results))
+        return dataclasses.replace(
+            self,
+            buffers={name: self.buffers[name] for name in used},
+            operands=module.operands,
+            results=module.results,
+            modules=(module,),
+        )
+
 
 def check_sealing_toolchain() -> None:
     """Raises ToolchainMismatch unless the installed JAX is the one whose bytes are sealed."""

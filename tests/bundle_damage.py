@@ -89,7 +89,8 @@ def with_other_bytes(program: SealedProgram) -> SealedProgram:
 
 def with_another_tile(program: SealedProgram) -> SealedProgram:
     """Really sealed anew: the same matmul, bit for bit, with a tile that nobody committed. Needs the sealing JAX."""
-    from pallas_kernels.matmul.hopper import SMALL_TOKENS, matmul_program
+    from pallas_kernels.matmul.hopper import matmul_program
+    from pallas_kernels.matmul.hopper_choice import SMALL_TOKENS
     from pallas_kernels.matmul.hopper_large import LargeTile
     from pallas_kernels.matmul.hopper_small import SmallTile
     from pallas_kernels.seal import seal_program

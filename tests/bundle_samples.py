@@ -8,6 +8,7 @@ import numpy as np
 import rfc8785
 
 from pallas_kernels import REGIONS
+from pallas_kernels.hopper_regions import region_program
 from pallas_kernels.kernel_shapes import KernelShapes
 from pallas_kernels.program import Buffer
 from pallas_kernels.seal import SealedModule, SealedProgram
@@ -30,6 +31,19 @@ def unlowered(region, types, parameters, module=None) -> SealedProgram:
     constants = tuple(sorted(parameters.items()))
     modules = (SealedModule(region, content, operands, names),)
     return SealedProgram(region, declared.version, constants, buffers, operands, names, modules)
+
+
+def unlowered_steps(region, types, parameters) -> SealedProgram:
+    """The steps and buffers of the region's kernels on a card; each module's bytes say what it is for."""
+    program = region_program(region, types, parameters)
+    constants = tuple(sorted(parameters.items()))
+    modules = tuple(
+        SealedModule(step.name, repr((region, types, constants, step.name)).encode(), step.operands, step.results)
+        for step in program.steps
+    )
+    return SealedProgram(
+        region, REGIONS[region].version, constants, program.buffers, program.operands, program.results, modules
+    )
 
 
 def matmul_types(tokens: int = 8):

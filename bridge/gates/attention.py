@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from bridge.gates.bits import check_all, failed, require_caught, require_equal
+from bridge.gates.bits import check_all, failed, require_equal
 from bridge.gates.card import Card, Launch
 from bridge.gates.families import Family, families, tokens_of
-from bridge.gates.faults import faults_of
+from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
 from bridge.gates.histories import (
     BLOCKS,
     TILES,
@@ -35,9 +35,9 @@ def attention_bindings_gate(card: Card) -> str:
     found = families(card.bundle.programs)
     packed = [family for family in found if family.region == "attention"]
     paged = [family for family in found if family.region == "paged_attention"]
-    count = check_all("attention_bindings", (part for family in packed for part in _parts(card, family, paged)))
+    parts = check_all("attention_bindings", (part for family in packed for part in _parts(card, family, paged)))
     lengths = lengths_of(card, packed[0].largest)
-    return f"{count} buckets over histories of {', '.join(map(str, lengths))} tokens; every planted fault caught"
+    return f"{len(parts)} buckets over histories of {', '.join(map(str, lengths))} tokens; {caught(parts)}"
 
 
 def lengths_of(card: Card, packed: SealedProgram) -> list[int]:
@@ -47,7 +47,7 @@ def lengths_of(card: Card, packed: SealedProgram) -> list[int]:
     return lengths_around((*BLOCKS, *TILES, shapes.page_size, split, 2 * split), longest)
 
 
-def _parts(card: Card, family: Family, paged: Sequence[Family]) -> Iterator[tuple[str, Callable[[], object]]]:
+def _parts(card: Card, family: Family, paged: Sequence[Family]) -> Iterator[tuple[str, Callable[[], list[Hit]]]]:
     largest = family.largest
     lengths = lengths_of(card, largest)
     histories = make_histories(sizes_of(largest), lengths, card.device)
@@ -91,10 +91,9 @@ def require_zero(rows: torch.Tensor, what: str) -> None:
     require_equal(rows, torch.zeros_like(rows), what)
 
 
-def _check(card: Card, program: SealedProgram, check: Compare, lengths: Sequence[int], faulty: bool) -> None:
+def _check(card: Card, program: SealedProgram, check: Compare, lengths: Sequence[int], faulty: bool) -> list[Hit]:
     check(card.launch)
-    for fault in faults_of(program, max(lengths)) if faulty else ():
-        require_caught(fault.name, partial(check, fault.launch(card, program)))
+    return require_all_caught(card, program, faults_of(program, max(lengths)) if faulty else (), check)
 
 
 def compare_packed(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
 from bridge.arrays import integer_view
 from contracts.errors import DifferenceFound
+
+Result = TypeVar("Result")
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,21 +47,22 @@ def require_caught(what: str, check: Callable[[], object]) -> None:
     raise failed(what, "no difference", "a difference", "The planted fault was not caught: this check proves nothing.")
 
 
-def check_all(name: str, parts: Iterable[tuple[str, Callable[[], object]]]) -> int:
-    """Runs every part, also after one that fails or breaks; returns how many there are.
+def check_all(name: str, parts: Iterable[tuple[str, Callable[[], Result]]]) -> list[Result]:
+    """Runs every part, also after one that fails or breaks; returns what they return.
 
     Raises DifferenceFound that lists all failures, so that one run on a card tells everything.
     """
-    failures, count = [], 0
+    failures: list[str] = []
+    results: list[Result] = []
     for label, part in tqdm(list(parts), desc=name, leave=False):
-        count += 1
         try:
-            part()
+            results.append(part())
         except Exception as error:
             kind = "" if isinstance(error, DifferenceFound) else f"{type(error).__name__}: "
             failures.append(f"{label}: {kind}{error}")
+    count = len(results) + len(failures)
     if failures:
         raise failed(name, f"{len(failures)} of {count} parts fail: " + " | ".join(failures), "none", "See each part.")
     if not count:
         raise failed(name, "nothing to check", "at least one kernel", "An empty check proves nothing.")
-    return count
+    return results

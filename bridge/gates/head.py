@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from bridge.gates.bits import check_all, failed, require_caught, require_equal
+from bridge.gates.bits import check_all, failed, require_equal
 from bridge.gates.card import Card, Launch, Operands
 from bridge.gates.families import Family, families, tokens_of
-from bridge.gates.faults import faults_of
+from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
 from bridge.gates.operands import make_operands
 from pallas_kernels.seal import SealedProgram
 
@@ -22,11 +22,11 @@ def fused_head_gate(card: Card) -> str:
     found = families(card.bundle.programs)
     fused = [family for family in found if family.region == "token_log_probs"]
     rows = [family for family in found if family.region == "log_prob_rows"]
-    count = check_all("fused_head", (part for family in fused for part in _parts(card, family, rows)))
-    return f"{count} pairs of buckets and temperatures; every planted fault caught"
+    parts = check_all("fused_head", (part for family in fused for part in _parts(card, family, rows)))
+    return f"{len(parts)} pairs of buckets and temperatures; {caught(parts)}"
 
 
-def _parts(card: Card, family: Family, others: list[Family]) -> Iterator[tuple[str, Callable[[], object]]]:
+def _parts(card: Card, family: Family, others: list[Family]) -> Iterator[tuple[str, Callable[[], list[Hit]]]]:
     weight = family.largest.buffers["w"].shape
     same = [
         other
@@ -44,7 +44,7 @@ def _parts(card: Card, family: Family, others: list[Family]) -> Iterator[tuple[s
                 yield label, partial(_check, card, program, rows, operands, faulty)
 
 
-def _check(card: Card, fused: SealedProgram, rows: SealedProgram, operands: Operands, faulty: bool) -> None:
+def _check(card: Card, fused: SealedProgram, rows: SealedProgram, operands: Operands, faulty: bool) -> list[Hit]:
     expected = gathered(card.launch, rows, operands)
 
     def compare(launch: Launch) -> None:
@@ -52,8 +52,7 @@ def _check(card: Card, fused: SealedProgram, rows: SealedProgram, operands: Oper
         require_equal(found, expected, f"{tokens_of(fused)} targets against {tokens_of(rows)} rows")
 
     compare(card.launch)
-    for fault in faults_of(fused) if faulty else ():
-        require_caught(fault.name, partial(compare, fault.launch(card, fused)))
+    return require_all_caught(card, fused, faults_of(fused) if faulty else (), compare)
 
 
 def gathered(launch: Launch, rows: SealedProgram, operands: Operands) -> torch.Tensor:

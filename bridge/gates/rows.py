@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from bridge.gates.bits import bits, check_all, failed, require_caught
+from bridge.gates.bits import bits, check_all, failed
 from bridge.gates.card import WRITER, Card, Launch, Operands
 from bridge.gates.families import Family, families, row_operands, tokens_of
-from bridge.gates.faults import faults_of
+from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
 from bridge.gates.operands import make_operands
 from pallas_kernels.seal import SealedProgram
 
@@ -20,11 +20,11 @@ ATTENTION = ("attention", "paged_attention")
 def row_invariance_gate(card: Card) -> str:
     """Rows with every hazard have the same bits in every bucket, at several places, beside several neighbours."""
     found = [family for family in families(card.bundle.programs) if family.region not in ATTENTION]
-    check_all(
+    parts = check_all(
         "row_invariance", [(str(family), partial(_check, card, family, base_of(family, found))) for family in found]
     )
     buckets = sum(len(family.programs) for family in found)
-    return f"{len(found)} calls at {buckets} buckets in all, each row in each; every planted fault caught"
+    return f"{len(found)} calls at {buckets} buckets in all, each row in each; {caught(parts)}"
 
 
 def base_of(family: Family, others: Sequence[Family]) -> SealedProgram:
@@ -40,7 +40,7 @@ def base_of(family: Family, others: Sequence[Family]) -> SealedProgram:
     raise failed(str(family), "no form of the trainer's", "one", "The engine must compute what the trainer computes.")
 
 
-def _check(card: Card, family: Family, base: SealedProgram) -> None:
+def _check(card: Card, family: Family, base: SealedProgram) -> list[Hit]:
     operands = make_operands(base, card.device)
     # Never from a launch with a fault: where there is one bucket alone, the fault would be on both sides.
     expected = card.launch(base, operands)
@@ -48,9 +48,8 @@ def _check(card: Card, family: Family, base: SealedProgram) -> None:
     operands = {**operands, "slots": slots.flip(0)}
     for program in family.programs:
         compare_bucket(card.launch, program, operands, expected)
-    for fault in faults_of(family.smallest):
-        launch = fault.launch(card, family.smallest)
-        require_caught(fault.name, partial(compare_bucket, launch, family.smallest, operands, expected))
+    check = partial(compare_bucket, program=family.smallest, operands=operands, expected=expected)
+    return require_all_caught(card, family.smallest, faults_of(family.smallest), check)
 
 
 def compare_bucket(

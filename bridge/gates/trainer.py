@@ -8,10 +8,10 @@ from functools import partial
 import jax
 import torch
 
-from bridge.gates.bits import check_all, require_caught, require_equal
+from bridge.gates.bits import check_all, require_equal
 from bridge.gates.card import Card, Launch, Operands
 from bridge.gates.families import Family, families
-from bridge.gates.faults import faults_of
+from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
 from bridge.gates.inputs import operands_of
 from pallas_kernels.region import REGIONS
 from pallas_kernels.seal import SealedProgram
@@ -23,16 +23,16 @@ ENGINE_ONLY = ("paged_attention", "paged_qk_norm_rope")
 def trainer_and_engine_gate(card: Card) -> str:
     """XLA's custom call of a region and the engine's launch give equal bits for every call that a trainer makes."""
     found = [family for family in families(card.bundle.programs) if family.region not in ENGINE_ONLY]
-    count = check_all("trainer_and_engine", (part for family in found for part in _parts(card, family)))
-    return f"{count} programs of {len({family.region for family in found})} regions; every planted fault caught"
+    parts = check_all("trainer_and_engine", (part for family in found for part in _parts(card, family)))
+    return f"{len(parts)} programs of {len({family.region for family in found})} regions; {caught(parts)}"
 
 
-def _parts(card: Card, family: Family) -> Iterator[tuple[str, Callable[[], object]]]:
+def _parts(card: Card, family: Family) -> Iterator[tuple[str, Callable[[], list[Hit]]]]:
     for program in family.ends:
         yield f"{family}", partial(_check, card, program, program is family.largest)
 
 
-def _check(card: Card, program: SealedProgram, many_rows: bool) -> None:
+def _check(card: Card, program: SealedProgram, many_rows: bool) -> list[Hit]:
     operands = operands_of(card, program)
     expected = run_in_xla(program, operands)
 
@@ -41,10 +41,9 @@ def _check(card: Card, program: SealedProgram, many_rows: bool) -> None:
             require_equal(found, other, f"{program.region}: torch against XLA")
 
     compare(card.launch)
-    for fault in faults_of(program, _longest(operands)):
-        # In a few rounded values of the smallest bucket a subtle fault may not show.
-        if fault.coarse or many_rows:
-            require_caught(fault.name, partial(compare, fault.launch(card, program)))
+    # In a few rounded values of the smallest bucket a subtle fault may not show.
+    faults = [fault for fault in faults_of(program, _longest(operands)) if fault.coarse or many_rows]
+    return require_all_caught(card, program, faults, compare)
 
 
 def run_in_xla(program: SealedProgram, operands: Operands) -> tuple[torch.Tensor, ...]:

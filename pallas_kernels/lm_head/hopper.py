@@ -25,7 +25,8 @@ from pallas_kernels.lm_head.hopper_sums import (
     rows_kernel,
     scaled,
 )
-from pallas_kernels.matmul.hopper import choose_tile, matmul_kernel
+from pallas_kernels.matmul.hopper import matmul_kernel
+from pallas_kernels.matmul.hopper_choice import choose_tile
 from pallas_kernels.matmul.hopper_large import Epilogue, LargeTile, large_matmul
 from pallas_kernels.matmul.hopper_weights import TAIL_ROWS, TILE_ROWS, tail_kernel, tail_start
 from pallas_kernels.program import Buffer, Program, Step
@@ -78,7 +79,8 @@ def log_prob_rows_program(T: int, H: int, weight_rows: int, *, vocab_size: int) 
     }
     scalar = {"temperature": (1,)}
     flat = {**scalar, "logits": (T * V,), "log_probs": (T * vocab_size,)}
-    tile = choose_tile(T, V, H, 1)
+    # With a tail every tile must lie in one of the two parts.
+    tile = choose_tile(T, V, H, 1, within=TAIL_ROWS if len(weights.parts) > 1 else 0)
     logits = matmul_kernel(T, V, H, leaves=1, out_dtype="float32", tile=tile, weight_parts=len(weights.parts))
     steps = (
         *weights.steps,
@@ -122,7 +124,7 @@ def token_log_probs_program(T: int, H: int, weight_rows: int, *, vocab_size: int
         sums[block, 2, rows] = jnp.max(jnp.where(here_RB, scaled(logits_RB, temperature[0]), -jnp.inf), axis=1)
 
     sums = jax.ShapeDtypeStruct((V // BLOCK, 3, T), jnp.float32)
-    tile = LargeTile(columns=BLOCK, depth=choose_tile(LANES * 2, V, H, 2).depth)
+    tile = LargeTile(columns=BLOCK, depth=min(64, choose_tile(8, V, H, 1).depth))
     fused = large_matmul(
         T,
         V,

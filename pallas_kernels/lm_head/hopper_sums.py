@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import fold, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, fold, swizzled
 
 ROWS, BLOCK, LEAVES = 64, 128, 8
 #: Rows of one warp-wide vector, and blocks whose sums are read at once.
@@ -59,7 +59,7 @@ def blocks_kernel(T: int, V: int, vocab: int) -> KernelCall:
         sums[block, 0, pl.ds(rows, ROWS)] = max_R
         sums[block, 1, pl.ds(rows, ROWS)] = sum_R
 
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((V // BLOCK, 2, padded), jnp.float32),),
         grid=(padded // ROWS, V // BLOCK),
@@ -113,7 +113,7 @@ def leaves_kernel(T: int, blocks: int, kinds: int) -> KernelCall:
         if kinds == 3:
             leaf_sums[leaf, 2, rows] = maxima(2)
 
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((LEAVES, kinds, padded), jnp.float32),),
         grid=(padded // LANES, LEAVES),
@@ -147,7 +147,7 @@ def rows_kernel(T: int, kinds: int) -> KernelCall:
             constants[1, rows] = log_sum
 
     shape = (padded,) if kinds == 3 else (2, padded)
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct(shape, jnp.float32),),
         grid=(padded // LANES,),
@@ -179,7 +179,7 @@ def normalise_kernel(T: int, V: int, vocab: int) -> KernelCall:
             def _rest() -> None:
                 write(vocab - chunk)
 
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * vocab,), jnp.float32),),
         grid=(chunks, T),
@@ -202,7 +202,7 @@ def _normalise_narrow_kernel(T: int, V: int, vocab: int) -> KernelCall:
 
         lax.fori_loop(0, vocab, write, None)
 
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * vocab,), jnp.float32),),
         grid=(T,),

@@ -14,8 +14,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold_pairs, sm_count, swizzled
-from pallas_kernels.matmul.hopper_weights import load_rows
+from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold_runs, sm_count, swizzled
+from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
+from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +25,18 @@ class LargeTile:
 
     ``rows`` and ``columns`` are one warpgroup's tile; the two consumer warpgroups sit side by side along ``split``
     ("rows" or "columns"). ``group`` row tiles are walked together, so that they share weights in the L2 cache.
-    With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight tile by multicast.
+    Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight
+    tile by multicast.
     """
 
     rows: int = 64
     columns: int = 128
     split: str = "rows"
     depth: int = 64
-    stages: int = 6
+    stages: int = 10
     group: int = 8
     cluster: int = 1
+    run: int = 4
 
     @property
     def block_rows(self) -> int:
@@ -60,7 +63,7 @@ class Epilogue:
     results: tuple[jax.ShapeDtypeStruct, ...]
 
 
-def _tile_order(index: jax.Array, row_tiles: int, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
+def tile_order(index: jax.Array, row_tiles: int, column_tiles: int, group: int) -> tuple[jax.Array, jax.Array]:
     """Walks the tiles in bands of ``group`` row tiles, down a band's rows first."""
     band_size = group * column_tiles
     band = lax.div(index, jnp.int32(band_size))
@@ -92,18 +95,22 @@ def large_matmul(
         raise ValueError(f"N={N} is not a multiple of 64")
     if K % (leaves * tile.depth):
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
+    if bias and N % tile.block_columns:
+        raise ValueError(f"N={N} is not a multiple of {tile.block_columns}, and the bias is read in whole tiles")
     row_tiles = pl.cdiv(T, tile.block_rows * tile.cluster)
     column_tiles = pl.cdiv(N, tile.block_columns)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
-    piece = 128 // jnp.dtype(out_dtype).itemsize
+    widest = 128 // jnp.dtype(out_dtype).itemsize
+    piece = next(width for width in (widest, widest // 2, widest // 4) if tile.columns % width == 0)
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
-    # Registers hold the running leaf and one waiting sum at a 64x128 tile; deeper sums wait in shared memory.
-    stashes = max(0, leaves.bit_length() - 2)
+    # Sums that do not fit the registers wait in shared memory, a level of the tree each.
+    stashes = max(0, leaves.bit_length() - tile.run.bit_length())
     stash_bytes = stashes * CONSUMERS * tile.rows * tile.columns * 4
     slots = 1 if stashes else 2
-    stages = fitting_stages(tile.stages, steps, stage_bytes, CONSUMERS * slots * 64 * 128 + stash_bytes)
+    out_bytes = CONSUMERS * slots * 64 * piece * jnp.dtype(out_dtype).itemsize
+    stages = fitting_stages(tile.stages, steps, stage_bytes, out_bytes + stash_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -117,7 +124,7 @@ def large_matmul(
         member = lax.axis_index("member")
 
         def tile_origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            row, column = _tile_order(index, row_tiles, column_tiles, tile.group)
+            row, column = tile_order(index, row_tiles, column_tiles, tile.group)
             return (row * tile.cluster + member) * tile.block_rows, column * tile.block_columns
 
         @pl.when(warpgroup == CONSUMERS)
@@ -128,17 +135,10 @@ def large_matmul(
             def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
                 row, column = tile_origin(info.index[0])
 
-                def _step(k: jax.Array, done: jax.Array) -> jax.Array:
-                    slot = lax.rem(done, jnp.int32(stages))
-
-                    @pl.when(done >= stages)
-                    def _() -> None:
-                        plgpu.barrier_wait(empty.at[slot])
-
+                def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds(k * tile.depth, tile.depth)
-                    plgpu.copy_gmem_to_smem(
-                        x_TK.at[pl.ds(row, tile.block_rows), along_k], x_smem.at[slot], full.at[slot]
-                    )
+                    rows = pl.ds(row, tile.block_rows)
+                    plgpu.copy_gmem_to_smem(x_TK.at[rows, along_k], x_smem.at[slot], full.at[slot])
                     load_rows(
                         weights,
                         column,
@@ -148,9 +148,8 @@ def large_matmul(
                         full.at[slot],
                         collective_axes="member" if tile.cluster > 1 else None,
                     )
-                    return done + 1
 
-                return lax.fori_loop(0, steps, _step, carry)
+                return fill(steps, stages, carry, empty, start)
 
             drain(empty, stages, _tiles)
 
@@ -166,29 +165,14 @@ def large_matmul(
                 row, column = tile_origin(info.index[0])
 
                 def leaf(number: jax.Array | int) -> jax.Array:
-                    start = carry + number * leaf_steps
+                    def operands(slot: jax.Array) -> tuple[jax.Ref, jax.Ref]:
+                        return x_smem.at[slot, my_rows], w_smem.at[slot, my_columns].transpose((1, 0))
 
-                    def chain(acc: jax.Ref) -> jax.Array:
-                        def _step(k: jax.Array, _: None) -> None:
-                            slot = lax.rem(start + k, jnp.int32(stages))
-                            plgpu.barrier_wait(full.at[slot])
-                            plgpu.wgmma(acc, x_smem.at[slot, my_rows], w_smem.at[slot, my_columns].transpose((1, 0)))
-                            # One wgmma group stays in flight, so the slot before this one is free only now.
-                            plgpu.wgmma_wait(1)
-
-                            @pl.when(k > 0)
-                            def _() -> None:
-                                plgpu.barrier_arrive(empty.at[lax.rem(start + k - 1, jnp.int32(stages))])
-
-                        lax.fori_loop(0, leaf_steps, _step, None)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[lax.rem(start + leaf_steps - 1, jnp.int32(stages))])
-                        return acc[...]
-
-                    return pl.run_scoped(chain, plgpu.ACC((tile.rows, tile.columns), jnp.float32))
+                    shape = (tile.rows, tile.columns)
+                    return chain(shape, leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
 
                 waiting = [stash.at[level, warpgroup] for level in range(stashes)]
-                total = fold_pairs(leaf, leaves, waiting)
+                total = fold_runs(leaf, leaves, (tile.rows, tile.columns), waiting, tile.run)
                 out_row = row + (warpgroup * tile.rows if along_rows else 0)
                 out_column = column + (0 if along_rows else warpgroup * tile.columns)
                 if epilogue is not None:
@@ -196,10 +180,7 @@ def large_matmul(
                     return carry + steps
                 total = total.astype(out_dtype)
                 if bias_N is not None:
-                    added = plgpu.load(
-                        bias_N.at[pl.ds(out_column, tile.columns)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
-                    )
-                    total = (total.astype(jnp.float32) + added.astype(jnp.float32)[None, :]).astype(out_dtype)
+                    total = add_bias(total, bias_N, out_column, 1)
                 for number, (r, c) in enumerate(
                     itertools.product(range(0, tile.rows, 64), range(0, tile.columns, piece))
                 ):
@@ -211,6 +192,14 @@ def large_matmul(
                 return carry + steps
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def ahead(*refs: jax.Ref) -> None:
+        @pl.when(lax.axis_index("warpgroup") == CONSUMERS)
+        def _() -> None:
+            _, column = tile_order(lax.axis_index("block"), row_tiles, column_tiles, tile.group)
+            for k in range(stages):
+                columns = pl.ds(k * tile.depth, tile.depth)
+                prefetch_rows(refs[1 : 1 + weight_parts], column * tile.block_columns, tile.block_columns, columns)
 
     layout = swizzled(tile.depth)
     out_layout = swizzled(piece, out_dtype)
@@ -230,8 +219,9 @@ def large_matmul(
     if stashes:
         shape = (stashes, CONSUMERS, tile.rows, tile.columns)
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(tile.columns, "float32")))
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
+        ahead=ahead,
         out_type=epilogue.results if epilogue else (jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),
         grid_names=("block",),

@@ -13,10 +13,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import drain, fitting_stages, fold, sm_count, swizzled
-from pallas_kernels.matmul.hopper_weights import load_rows
+from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, sm_count, swizzled
+from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
+from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
 
 ROWS = 64
+#: Bytes of weights that a block fetches while the launch before still runs.
+AHEAD = 128 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +34,10 @@ class SmallTile:
     depth: int = 128
     stages: int = 6
     parallel: int = 1
+
+    @property
+    def block_columns(self) -> int:
+        return ROWS * self.warpgroups
 
 
 def small_matmul(
@@ -49,7 +56,9 @@ def small_matmul(
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     if leaves % tile.parallel:
         raise ValueError(f"leaves={leaves} do not divide over {tile.parallel} blocks")
-    block_rows = ROWS * tile.warpgroups
+    block_rows = tile.block_columns
+    if bias and N % block_rows:
+        raise ValueError(f"N={N} is not a multiple of {block_rows}, and the bias is read in whole tiles")
     tiles = pl.cdiv(N, block_rows)
     leaf_steps = K // (leaves * tile.depth)
     my_leaves = leaves // tile.parallel
@@ -75,19 +84,12 @@ def small_matmul(
             def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
                 row = info.index[0] * block_rows
 
-                def _step(k: jax.Array, done: jax.Array) -> jax.Array:
-                    slot = lax.rem(done, jnp.int32(stages))
-
-                    @pl.when(done >= stages)
-                    def _() -> None:
-                        plgpu.barrier_wait(empty.at[slot])
-
+                def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds((member * steps + k) * tile.depth, tile.depth)
                     load_rows(weights, row, block_rows, along_k, w_smem.at[slot], full.at[slot])
                     plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot], full.at[slot])
-                    return done + 1
 
-                return lax.fori_loop(0, steps, _step, carry)
+                return fill(steps, stages, carry, empty, start)
 
             drain(empty, stages, _tiles)
 
@@ -100,33 +102,15 @@ def small_matmul(
                 row = info.index[0] * block_rows + warpgroup * ROWS
 
                 def leaf(number: int) -> jax.Array:
-                    start = carry + number * leaf_steps
+                    def operands(slot: jax.Array) -> tuple[jax.Ref, jax.Ref]:
+                        return w_smem.at[slot, mine], x_smem.at[slot].transpose((1, 0))
 
-                    def chain(acc: jax.Ref) -> jax.Array:
-                        def _step(k: jax.Array, _: None) -> None:
-                            slot = lax.rem(start + k, jnp.int32(stages))
-                            plgpu.barrier_wait(full.at[slot])
-                            plgpu.wgmma(acc, w_smem.at[slot, mine], x_smem.at[slot].transpose((1, 0)))
-                            plgpu.wgmma_wait(1)
-
-                            @pl.when(k > 0)
-                            def _() -> None:
-                                plgpu.barrier_arrive(empty.at[lax.rem(start + k - 1, jnp.int32(stages))])
-
-                        lax.fori_loop(0, leaf_steps, _step, None)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[lax.rem(start + leaf_steps - 1, jnp.int32(stages))])
-                        return acc[...]
-
-                    return pl.run_scoped(chain, plgpu.ACC((ROWS, T), jnp.float32))
+                    return chain((ROWS, T), leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
 
                 def finish(total_RT: jax.Array) -> None:
                     total_RT = total_RT.astype(out_dtype)
                     if bias_N is not None:
-                        added = plgpu.load(
-                            bias_N.at[pl.ds(row, ROWS)], layout=plgpu.Layout.WGMMA.reduce(1), optimized=False
-                        )
-                        total_RT = (total_RT.astype(jnp.float32) + added.astype(jnp.float32)[:, None]).astype(out_dtype)
+                        total_RT = add_bias(total_RT, bias_N, row, 0)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     out_smem.at[warpgroup].transpose((1, 0))[...] = plgpu.layout_cast(
                         total_RT, plgpu.Layout.WGMMA_TRANSPOSED
@@ -164,6 +148,14 @@ def small_matmul(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def ahead(*refs: jax.Ref) -> None:
+        @pl.when(lax.axis_index("warpgroup") == tile.warpgroups)
+        def _() -> None:
+            row, first = lax.axis_index("block") * block_rows, lax.axis_index("member") * steps
+            for k in range(min(steps, AHEAD // (2 * block_rows * tile.depth))):
+                columns = pl.ds((first + k) * tile.depth, tile.depth)
+                prefetch_rows(refs[1 : 1 + weight_parts], row, block_rows, columns)
+
     layout = swizzled(tile.depth)
     # A cluster's inbox is filled once, so with several blocks a tile there is no second tile.
     blocks = tiles if tile.parallel > 1 else min(tiles, sm_count())
@@ -178,8 +170,9 @@ def small_matmul(
         shape = (tile.parallel - 1, tile.warpgroups, ROWS, T)
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(T, "float32")))
         scratch.append(plgpu.Barrier(num_arrivals=tile.parallel - 1, num_barriers=tile.warpgroups))
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
+        ahead=ahead,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),
         grid_names=("block",),

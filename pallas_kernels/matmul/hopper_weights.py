@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper_rows import Row
+from pallas_kernels.hopper_tools import chained_kernel
 
 #: Rows of the copy. Every kernel's tile of weight rows divides it, so no tile has rows of both.
 TAIL_ROWS = 256
@@ -36,7 +37,7 @@ def tail_kernel(N: int, K: int) -> Callable[..., tuple[jax.Array, ...]]:
         inside = lax.broadcast_in_dim(last - first - row, value_K.shape, ()) >= 0
         row_of.store(jnp.where(inside, value_K, 0.0), tail, row, scratch, 0)
 
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((TAIL_ROWS, K), jnp.bfloat16),),
         grid=(TAIL_ROWS,),
@@ -76,3 +77,12 @@ def load_rows(
     @pl.when(row >= start)
     def _tail() -> None:
         copy(tail, row - start)
+
+
+def prefetch_rows(parts: Sequence[jax.Ref], row: jax.Array, rows: int, columns: pl.Slice) -> None:
+    """Fetches the same tile into the L2 cache; of a weight in two parts only what lies in the first."""
+    whole = parts[0]
+
+    @pl.when(row < whole.shape[0])
+    def _() -> None:
+        plgpu.async_prefetch(whole.at[pl.ds(row, rows), columns])

@@ -12,7 +12,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import swizzled
+from pallas_kernels.hopper_tools import chained_kernel, swizzled
 from pallas_kernels.program import Buffer, Program, Step
 
 BLOCK = 64
@@ -169,7 +169,7 @@ def _kernel(
     half_tile = plgpu.SMEM((2, BLOCK, F), jnp.bfloat16, transforms=swizzled(F))
     writes = (plgpu.SMEM((BLOCK,), jnp.int32), plgpu.SMEM((BLOCK, D), jnp.bfloat16), plgpu.Barrier())
     shapes = ((T, N * D), (rows or T, K * D), (rows or T, K * D))
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
         grid=(pl.cdiv(T, BLOCK), pl.cdiv(N + 2 * K, heads)),

@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import elementwise_chunk
+from pallas_kernels.hopper_tools import chained_kernel, elementwise_chunk
 from pallas_kernels.program import Buffer, Program, Step
 
 
@@ -22,7 +22,7 @@ def residual_add_program(T: int, H: int) -> Program:
         residual = plgpu.load(residual_E.at[here], layout=layout).astype(jnp.float32)
         out_E[here] = (x + residual).astype(jnp.bfloat16)
 
-    call = plgpu.kernel(
+    call = chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * H,), jnp.bfloat16),),
         grid=(T * H // chunk,),

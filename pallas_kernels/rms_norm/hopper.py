@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper_rows import Row
+from pallas_kernels.hopper_tools import chained_kernel
 from pallas_kernels.program import Buffer, Program, Step
 
 
@@ -27,7 +27,7 @@ def rms_norm_program(T: int, H: int, *, eps: float) -> Program:
         x_H, weight_H = row.load([(x_TH, at), (w_H, None)], scratch)
         row.store(_normalise(x_H, weight_H, H, eps), out_TH, at, scratch, 0)
 
-    call = plgpu.kernel(
+    call = chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, H), jnp.bfloat16),),
         grid=(T,),
@@ -54,7 +54,7 @@ def add_rms_norm_program(T: int, H: int, *, eps: float) -> Program:
         row.store(_normalise(sum_H.astype(jnp.float32), weight_H, H, eps), normed_TH, at, scratch, 1)
 
     whole = jax.ShapeDtypeStruct((T, H), jnp.bfloat16)
-    call = plgpu.kernel(
+    call = chained_kernel(
         kernel,
         out_type=(whole, whole),
         grid=(T,),

@@ -8,7 +8,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import elementwise_chunk
+from pallas_kernels.hopper_tools import chained_kernel, elementwise_chunk
 from pallas_kernels.program import Buffer, Program, Step
 
 
@@ -24,7 +24,7 @@ def swiglu_program(T: int, I: int) -> Program:  # noqa: E741  I is the intermedi
         silu = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(jnp.float32)
         out_TI[row, pl.ds(at, chunk)] = (silu * up).astype(jnp.bfloat16)
 
-    call = plgpu.kernel(
+    call = chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, I), jnp.bfloat16),),
         grid=(T, I // chunk),

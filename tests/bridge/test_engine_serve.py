@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_samples import VOCABULARY, same_bits, tiny_policy
+from engine_samples import VOCABULARY, tiny_policy
+from served import ENVIRONMENT, REFUSED, against_trainer, card_arguments, post, require_refused, sampled, serving
 from tokenizers import Tokenizer, models, pre_tokenizers
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from isojax import completion_rows, export_policy, pack
+from bridge.start import FREE_AT_START
+from isojax import export_policy
+from pallas_kernels.kernel_shapes import KernelShapes
 
 pytestmark = [pytest.mark.engine, pytest.mark.long_file]
-
-START_SECONDS = 300
 
 
 def _tokenizer_files() -> dict[str, bytes]:
@@ -38,102 +34,55 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy") / "exported"
     policy, params = tiny_policy("bfloat16", tied=False)
     export_policy(folder, policy, params, _tokenizer_files())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = folder.parent / "server.log"
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [str(Path(sys.executable).parent / "vllm"), "serve", str(folder), "--port", str(port)],
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            _wait_until_healthy(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}", policy, params
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
-
-
-def _wait_until_healthy(url: str, server: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text()[-4000:]
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    pytest.fail(log.read_text()[-4000:])
-
-
-def _post(base: str, body: dict) -> tuple[int, dict]:
-    request = urllib.request.Request(
-        f"{base}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=START_SECONDS) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    environment = ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    with serving(folder, folder.parent / "server.log", environment=environment) as base:
+        yield base, policy, params
 
 
 def test_log_probabilities_over_http_equal_the_trainers(served):
     base, policy, params = served
     prompts = [np.random.default_rng(index).integers(3, VOCABULARY, 20 + index).tolist() for index in range(3)]
-    status, answer = _post(
-        base, {"prompt": prompts, "max_tokens": 8, "seed": 5, "logprobs": 0, "return_token_ids": True}
-    )
-    assert status == 200, answer
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    tokens = [choice["token_ids"] for choice in choices]
-    assert all(len(ids) == 8 or ids[-1] == 2 for ids in tokens)
-    # JSON carries a float32 value as the shortest decimal of its double, which reads back exactly.
-    reported = [np.array(choice["logprobs"]["token_logprobs"], np.float32) for choice in choices]
-    batch = pack(
-        [prompt + ids for prompt, ids in zip(prompts, tokens, strict=True)], [len(prompt) for prompt in prompts]
-    )
-    values = np.asarray(policy.log_probs(params, batch))
-    assert same_bits(reported, [values[completion_rows(batch, index)] for index in range(len(prompts))])
+    completions = sampled(base, prompts, 8, seed=5)
+    assert all(len(completion.tokens) == 8 or completion.tokens[-1] == 2 for completion in completions)
+    found = against_trainer(completions, policy, params)
+    assert found.tokens == sum(len(completion.tokens) for completion in completions)
+    found.require_exact(0)
+    # The comparison sees the last bit.
+    values = completions[1].log_probs.copy()
+    values.view(np.int32)[3] ^= 1
+    off = [*completions[:1], dataclasses.replace(completions[1], log_probs=values), *completions[2:]]
+    assert against_trainer(off, policy, params).wrong == {(1, 3)}
 
 
 def test_the_same_seed_gives_the_same_tokens_also_with_a_chunked_prompt(served):
     base, _, _ = served
     body = {"prompt": [5] * 200, "max_tokens": 6, "seed": 9, "temperature": 1.0, "return_token_ids": True}
-    answers = [_post(base, body)[1]["choices"][0]["token_ids"] for _ in range(2)]
+    answers = [post(base, body)[1]["choices"][0]["token_ids"] for _ in range(2)]
     assert answers[0] == answers[1]
-    assert _post(base, {**body, "seed": 10})[1]["choices"][0]["token_ids"] != answers[0]
+    assert post(base, {**body, "seed": 10})[1]["choices"][0]["token_ids"] != answers[0]
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", 0.5),
-        ("top_p", 0.9),
-        ("top_k", 5),
-        ("min_p", 0.2),
-        ("presence_penalty", 1.0),
-        ("repetition_penalty", 1.2),
-        ("logit_bias", {"5": 2.0}),
-        ("min_tokens", 3),
-        ("bad_words", ["w5"]),
-        ("response_format", {"type": "json_object"}),
-    ],
+    ("field", "value"), [*REFUSED, ("bad_words", ["w5"]), ("response_format", {"type": "json_object"})]
 )
 def test_a_request_outside_the_semantics_is_a_400_with_the_reason(served, field, value):
-    base, _, _ = served
-    status, answer = _post(base, {"prompt": [5, 6], "max_tokens": 4, field: value})
-    assert status == 400
-    message = answer["error"]["message"]
-    named = {"response_format": "structured_outputs"}.get(field, field)
-    assert message.startswith(f"{named}: found"), message
-    assert "allowed:" in message
+    require_refused(served[0], field, value, {"response_format": "structured_outputs"}.get(field, field))
 
 
 def test_a_prompt_beyond_the_context_is_a_400(served):
     base, _, _ = served
-    status, answer = _post(base, {"prompt": [5] * 300, "max_tokens": 4})
+    status, answer = post(base, {"prompt": [5] * 300, "max_tokens": 4})
     assert status == 400
     assert "256" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_vllm_takes_the_arguments_of_a_server_on_a_card(tmp_path, tokenizer):
+    if tokenizer:
+        (tmp_path / "tokenizer.json").touch()
+    shapes = KernelShapes(token_buckets=(8, 512), max_requests=16, max_context=2048)
+    arguments = card_arguments(tmp_path, shapes, free=FREE_AT_START, cache_bytes=1 << 30)
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([*arguments, "--enforce-eager"])
+    assert (parsed.max_num_seqs, parsed.max_num_batched_tokens, parsed.max_model_len) == (16, 512, 2048)
+    assert (parsed.gpu_memory_utilization, parsed.kv_cache_memory_bytes) == (FREE_AT_START, 1 << 30)
+    assert parsed.skip_tokenizer_init != tokenizer

@@ -73,14 +73,23 @@ def _compiling(dumps: Path, *codes: bytes):
     return compile_one
 
 
-def test_the_dump_of_one_compilation_is_read_and_removed(tmp_path, monkeypatch):
+def test_the_dumps_of_one_compilation_are_read_and_every_folder_is_left(tmp_path, monkeypatch):
+    """Which of the new ones are another process's can't be seen, so none is removed."""
     monkeypatch.delenv("MOSAIC_GPU_DUMP_TO", raising=False)
     (tmp_path / "mosaic-gpu-old").mkdir()
     (tmp_path / "mosaic-gpu-old" / "kernel.bin").write_bytes(b"another process's")
     code = _elf({b".note.nv.tkinfo": _note()})
     assert compiled_by(_compiling(tmp_path, code, code), tmp_path) == Tool("ptxas", "13.0.88")
-    assert [path.name for path in tmp_path.iterdir()] == ["mosaic-gpu-old"]
+    left = {path.parent.name: path.read_bytes() for path in tmp_path.glob("*/kernel.bin")}
+    assert left == {"mosaic-gpu-old": b"another process's", "mosaic-gpu-0": code, "mosaic-gpu-1": code}
     assert "MOSAIC_GPU_DUMP_TO" not in os.environ
+
+
+def test_the_dump_of_another_user_is_not_read(tmp_path, monkeypatch):
+    compile_one = _compiling(tmp_path, b"nobody's")
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    with pytest.raises(ToolchainMismatch, match="0 dumps of machine code"):
+        compiled_by(compile_one, tmp_path)
 
 
 def test_no_dump_or_two_that_disagree_are_refused(tmp_path):

@@ -28,6 +28,7 @@ def _close(found, expected, tolerance=1e-2):
 
 
 def _matmul_tiles():
+    from pallas_kernels.matmul.hopper_cluster import ClusterTile
     from pallas_kernels.matmul.hopper_large import LargeTile
     from pallas_kernels.matmul.hopper_small import SmallTile
 
@@ -35,6 +36,7 @@ def _matmul_tiles():
         "small": (8, SmallTile(depth=64, stages=3)),
         "small, two warpgroups": (8, SmallTile(depth=64, stages=3, warpgroups=2)),
         "small, leaves over two blocks": (8, SmallTile(depth=64, stages=2, parallel=2)),
+        "two blocks fold each other's columns": (72, ClusterTile(stages=2)),
         "large": (72, LargeTile(stages=3)),
         "large, split along columns": (72, LargeTile(stages=3, columns=64, split="columns")),
         "large, two blocks that share weights": (72, LargeTile(stages=3, cluster=2)),
@@ -60,11 +62,12 @@ def test_matmul(form):
     _close(out, x.astype(jnp.float32) @ w.astype(jnp.float32).T + bias.astype(jnp.float32))
 
 
-def test_partial_sums_sent_to_another_block_cannot_be_interpreted():
+@pytest.mark.parametrize("form", ["small, leaves over two blocks", "two blocks fold each other's columns"])
+def test_partial_sums_sent_to_another_block_cannot_be_interpreted(form):
     """The interpreter has no rule for `async_store_smem`; on a card the matmul's own tests compare this form's bits."""
     from pallas_kernels.matmul.hopper import matmul_program
 
-    T, tile = _matmul_tiles()["small, leaves over two blocks"]
+    T, tile = _matmul_tiles()[form]
     with pytest.raises(TypeError, match="ref must be a reference"):
         _run(matmul_program(T, 128, 512, leaves=4, tile=tile), _normal(0, T, 512), _normal(1, 128, 512))
 

@@ -58,6 +58,16 @@ def test_only_the_cast_has_no_kernel():
         region_program("cast", (((8, 8), "bfloat16"),), {"dtype": "float32"})
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_every_launch_waits_for_the_one_before(name):
+    """Blocks may be placed early, so a kernel that did not wait would read what is not written yet."""
+    operands, parameters = CALLS[name]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    for module in seal_region(REGIONS[name], types, parameters).modules:
+        for needed in (b"mosaic_gpu.uses_pdl", b"griddepcontrol.wait;", b"griddepcontrol.launch_dependents;"):
+            assert needed in module.module, f"{module.name}: {needed!r}"
+
+
 def emitted(name, operands, parameters):
     """(module, hash) of every custom call that XLA would run, and no CUDA here."""
     bound = jax.jit(lambda *x: REGIONS[name].bind(*x, **parameters))
@@ -94,6 +104,24 @@ def test_a_buffer_written_in_place_is_one_buffer_in_xla():
         ("v_cache", "v_cache"),
     ]
     assert all(not other.aliases for other in seal_region(REGIONS["swiglu"], ((((T, 2 * H)), "bfloat16"),), {}).modules)
+
+
+def test_another_scale_is_in_the_kernels_that_score_and_they_fit_the_same_buffers():
+    """So one of them can be exchanged for a faulty one, as the gates do."""
+    types = tuple((operand.shape, str(operand.dtype)) for operand in CALLS["paged_attention"][0])
+    # Splits of 128 positions are two here, so few tokens leave their merge to a third kernel.
+    types = tuple(((8, *shape[1:]) if shape[0] == T else shape, dtype) for shape, dtype in types)
+    table = ((3, 16), "int32")
+    types = (*types[:3], table, *types[4:])
+    right, wrong = (
+        seal_region(REGIONS["paged_attention"], types, {"scale": scale, "split": 128}) for scale in (0.125, 0.15625)
+    )
+    assert right.buffers == wrong.buffers
+    differs = {}
+    for one, other in zip(right.kernels, wrong.kernels, strict=True):
+        assert (one.buffers, one.operands, one.results) == (other.buffers, other.operands, other.results)
+        differs[one.modules[0].name] = one.digests != other.digests
+    assert differs == {"tiles": True, "decode": True, "combine": False}
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (97, 97), (104, 104), (1999, 1999), (1999, 2001), (2000, 2001)])

@@ -1,0 +1,113 @@
+"""Times one decode layer's kernels in a CUDA graph, chained and not: python benchmarks/layer.py OUT.json [--tokens 8].
+
+Chained launches overlap: the next kernel's blocks take their place, and fetch their first weights, while this one runs.
+Layers' weights and caches rotate through more than the L2 cache.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from timing import microseconds, write_results
+
+from bridge.launcher import Compiler, Launcher
+from pallas_kernels import hopper_tools
+from pallas_kernels.hopper_regions import Type, region_program
+from pallas_kernels.seal import seal_program
+
+#: Qwen3-8B: query and key heads, head size, hidden and feed-forward sizes.
+H, K, D, HIDDEN, INNER = 32, 8, 128, 4096, 12288
+LAYERS, PAGE, EPS = 6, 16, 1e-6
+
+
+@contextmanager
+def _unchained() -> Iterator[None]:
+    with mock.patch.object(hopper_tools, "follow"):
+        yield
+
+
+def _kernel(compiler: Compiler, name: str, types: list[Type], parameters: dict[str, Any]) -> Launcher:
+    return Launcher(seal_program(name, "1", parameters, region_program(name, tuple(types), parameters)), compiler)
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16() * 0.02
+
+
+def _layer(compiler: Compiler, T: int, length: int) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+    """The kernels of a layer over tensors by name, for T requests of ``length`` tokens, each with its last token."""
+    b16, i32 = "bfloat16", "int32"
+    per = -(-length // PAGE)
+    hidden, cache = ((T, HIDDEN), b16), ((T * per, PAGE, K, D), b16)
+    tokens, norm, wide = ((T,), i32), ((HIDDEN,), b16), (H + 2 * K) * D
+
+    def matmul(columns: int, inner: int, leaves: int) -> Launcher:
+        types = [((T, inner), b16), ((columns, inner), b16)]
+        return _kernel(compiler, "matmul", types, {"leaves": leaves, "out_dtype": b16})
+
+    add_norm = _kernel(compiler, "add_rms_norm", [hidden, hidden, norm], {"eps": EPS})
+    qkv, out = matmul(wide, HIDDEN, 1), matmul(HIDDEN, H * D, 4)
+    gate_up, down = matmul(2 * INNER, HIDDEN, 1), matmul(HIDDEN, INNER, 4)
+    rope_types = [((T, wide), b16), ((T, D), "float32"), tokens, cache, cache, ((D,), b16), ((D,), b16)]
+    rope = _kernel(compiler, "paged_qk_norm_rope", rope_types, {"key_heads": K, "eps": EPS})
+    attention_types = [((T, H, D), b16), cache, cache, ((T, per), i32), tokens, tokens]
+    attention = _kernel(compiler, "paged_attention", attention_types, {"scale": D**-0.5, "split": 512})
+    swiglu = _kernel(compiler, "swiglu", [((T, 2 * INNER), b16)], {})
+
+    def run(t: dict[str, torch.Tensor]) -> torch.Tensor:
+        normed, residual = add_norm(t["x"], t["residual"], t["norm"])
+        packed = qkv(normed, t["qkv"])[0]
+        q, keys, values = rope(packed, t["angles"], t["slots"], t["keys"], t["values"], t["q_norm"], t["k_norm"])
+        attended = attention(q, keys, values, t["table"], t["owners"], t["positions"])[0]
+        projected = out(attended.view(T, H * D), t["out"])[0]
+        normed, residual = add_norm(projected, residual, t["norm"])
+        return down(swiglu(gate_up(normed, t["gate_up"])[0])[0], t["down"])[0]
+
+    return run
+
+
+def _tensors(T: int, length: int) -> dict[str, torch.Tensor]:
+    per = -(-length // PAGE)
+    owners = torch.arange(T, device="cuda", dtype=torch.int32)
+    table = torch.randperm(T * per, device="cuda").int().view(T, per).contiguous()
+    last = length - 1
+    found = {name: _bf16(T, HIDDEN) for name in ("x", "residual")}
+    found |= {"norm": _bf16(HIDDEN), "q_norm": _bf16(D), "k_norm": _bf16(D)}
+    found |= {"qkv": _bf16((H + 2 * K) * D, HIDDEN), "out": _bf16(HIDDEN, H * D)}
+    found |= {"gate_up": _bf16(2 * INNER, HIDDEN), "down": _bf16(HIDDEN, INNER)}
+    found |= {name: _bf16(T * per, PAGE, K, D) for name in ("keys", "values")}
+    found |= {"angles": torch.rand(T, D, device="cuda"), "owners": owners, "table": table}
+    found["positions"] = torch.full((T,), last, dtype=torch.int32, device="cuda")
+    found["slots"] = table[:, last // PAGE].contiguous() * PAGE + last % PAGE
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out")
+    parser.add_argument("--tokens", default="8,32,256")
+    parser.add_argument("--length", type=int, default=384)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    compiler = Compiler(torch.device("cuda:0"))
+    rows: list[dict[str, Any]] = []
+    for T in map(int, arguments.tokens.split(",")):
+        layers = [_tensors(T, arguments.length) for _ in range(LAYERS)]
+        results = []
+        for name, context in (("chained", nullcontext()), ("unchained", _unchained())):
+            with context:
+                run = _layer(compiler, T, arguments.length)
+            results.append(run(layers[0]))
+            us, spread = microseconds([lambda t=t, run=run: run(t) for t in layers], repeats=2 * LAYERS)
+            rows.append({"what": name, "T": T, "length": arguments.length, "us": us, "spread_us": spread})
+            print(rows[-1], flush=True)
+        rows[-1]["same_bits"] = torch.equal(*(result.view(torch.int16) for result in results))
+        print("same bits", rows[-1]["same_bits"], flush=True)
+        write_results(arguments.out, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Writes the table of measured tiles: python benchmarks/matmul_table.py RESULT.json ... > hopper_table.py.
+
+An entry stands only where the best tile is faster than the one that the estimate chooses, by more than a hundredth.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.matmul import hopper_table
+from pallas_kernels.matmul.hopper_choice import SMALL_TOKENS, choose_tile
+
+GAIN = 0.99
+
+
+def main() -> None:
+    """Prints the module."""
+    shapes: dict[tuple[int, int, int], dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for path in sys.argv[1:]:
+        for row in json.loads(Path(path).read_text(encoding="utf-8"))["rows"]:
+            if row["T"] > SMALL_TOKENS and row["bits_as_the_first_tile"]:
+                shapes[row["N"], row["K"], row["leaves"]][row["T"]].append(row)
+    hopper_table.MEASURED.clear()
+    source = Path(hopper_table.__file__).read_text(encoding="utf-8")
+    print(source[: source.index("MEASURED:")] + _ANNOTATION + " = {")
+    for (N, K, leaves), by_tokens in sorted(shapes.items()):
+        entries = {T: found for T, rows in sorted(by_tokens.items()) if (found := _better(rows, T, N, K, leaves))}
+        if entries:
+            print(f"    ({N}, {K}, {leaves}): {{")
+            for T, tile in entries.items():
+                print(f"        {T}: {tile},")
+            print("    },")
+    print("}")
+
+
+_ANNOTATION = "MEASURED: dict[tuple[int, int, int], dict[int, ClusterTile | LargeTile | SmallTile]]"
+
+
+def _better(rows: list[dict[str, Any]], T: int, N: int, K: int, leaves: int) -> str | None:
+    best = min(rows, key=lambda row: row["us"])
+    chosen = repr(choose_tile(T, N, K, leaves))
+    known = [row["us"] for row in rows if row["tile"] == chosen]
+    if best["tile"] == chosen or (known and best["us"] > GAIN * known[0]):
+        return None
+    return str(best["tile"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Which tile a matmul gets on sm90: measured where that was done, else by an estimate of its time."""
+
+# Dimension letters: T tokens, N output columns, K reduction.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pallas_kernels.hopper_tools import sm_count
+from pallas_kernels.matmul.hopper_cluster import ClusterTile
+from pallas_kernels.matmul.hopper_large import LargeTile
+from pallas_kernels.matmul.hopper_small import SmallTile
+from pallas_kernels.matmul.hopper_table import MEASURED
+
+Tile = ClusterTile | LargeTile | SmallTile
+
+#: Up to this many tokens they are wgmma's N operand. Neither form nor tile moves a bit, so this is free to tune.
+SMALL_TOKENS = 64
+#: Columns of a warpgroup's tile whose sums fit registers and shared memory, by leaves.
+WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
+COLUMNS = (48, 64, 96, 128, 192, 256)
+#: An H200 as the estimate sees it: operations and bytes a microsecond of one multiprocessor, bytes of the memory.
+OPERATIONS, INTAKE, MEMORY = 5.6e6, 1.0e5, 4.0e6
+#: Microseconds to start, to fold a leaf, and to exchange a cluster's sums at 128 columns.
+START, FOLD, EXCHANGE = 2.0, 0.2, 4.3
+
+
+def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile:
+    """The tile for these shapes. within: columns that must be whole tiles, as where a bias is read along them."""
+    depth = next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
+    if T <= SMALL_TOKENS:
+        # At the fewest tokens too few blocks stream the weights: then two blocks share the leaves of a row.
+        if leaves > 1 and T <= 32:
+            wide = N > 4096 and within % 128 == 0
+            return SmallTile(warpgroups=2 if wide else 1, depth=depth, stages=4, parallel=2)
+        return SmallTile(depth=depth, stages=6)
+    measured = MEASURED.get((N, K, leaves), {}).get(T)
+    if measured is not None and within % measured.block_columns == 0:
+        return measured
+    candidates = [tile for tile in _candidates(leaves, min(depth, 64)) if within % tile.block_columns == 0]
+    return min(candidates, key=lambda tile: estimate(tile, T, N, K, leaves))
+
+
+def _candidates(leaves: int, depth: int) -> Iterator[LargeTile | ClusterTile]:
+    for columns in COLUMNS:
+        if columns <= WIDEST[leaves]:
+            yield LargeTile(columns=columns, depth=depth)
+    if leaves > 1:
+        for columns in (64, 128):
+            yield ClusterTile(columns=columns, depth=depth)
+
+
+def estimate(tile: LargeTile | ClusterTile, T: int, N: int, K: int, leaves: int) -> float:
+    """Microseconds, within some 10% of what an H200 takes on large shapes.
+
+    A block's tile takes as long as its operations, or as what it must read if that is slower; tiles take turns on the
+    multiprocessors, so a last round that is not full costs as much as a full one.
+    """
+    rows, columns = tile.block_rows, tile.block_columns
+    tiles = -(-T // rows) * -(-N // columns)
+    # Wider tiles keep the tensor cores busier.
+    speed = OPERATIONS * columns / (columns + 16)
+    each = max(2 * rows * columns * K / speed, 2 * (rows + columns) * K / INTAKE) + FOLD * leaves
+    blocks = sm_count()
+    if isinstance(tile, ClusterTile):
+        each = each / tile.parallel + EXCHANGE * columns / 128
+        blocks //= tile.parallel
+    read = 2 * (N * K + T * K + T * N) / MEMORY
+    return START + max(-(-tiles // blocks) * each, read)

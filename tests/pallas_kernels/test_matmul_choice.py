@@ -1,0 +1,63 @@
+"""The tile that a matmul gets on sm90, against what was measured on a card."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.sealing
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "matmul_tiles_h200.json"
+#: Of the best tile's time; what a second run of the same tile may differ by.
+TOLERANCE = 1.02
+
+
+def _measured():
+    shapes = {}
+    for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
+        shapes.setdefault((row["T"], row["N"], row["K"], row["leaves"]), {})[row["tile"]] = row["us"]
+    return shapes
+
+
+def test_the_committed_choice_is_the_best_measured_tile():
+    from pallas_kernels.matmul.hopper_choice import choose_tile
+
+    measured = _measured()
+    assert len(measured) == 45
+    for shape, times in measured.items():
+        chosen = repr(choose_tile(*shape))
+        assert chosen in times, f"{shape}: {chosen} was not measured"
+        assert times[chosen] <= TOLERANCE * min(times.values()), f"{shape}: {chosen}"
+
+
+def test_the_estimate_alone_is_near_it(monkeypatch):
+    from pallas_kernels.matmul import hopper_choice
+
+    monkeypatch.setattr(hopper_choice, "MEASURED", {})
+    worst = 1.0
+    for shape, times in _measured().items():
+        chosen = repr(hopper_choice.choose_tile(*shape))
+        if chosen in times:
+            worst = max(worst, times[chosen] / min(times.values()))
+    assert worst <= 1.2
+
+
+def test_the_planted_tile_of_one_width_for_all_is_not():
+    slow = [
+        shape
+        for shape, times in _measured().items()
+        if any("columns=256" in tile and us > 1.5 * min(times.values()) for tile, us in times.items())
+    ]
+    assert (256, 6144, 4096, 1) in slow
+
+
+def test_a_bias_gets_whole_tiles():
+    from pallas_kernels.matmul.hopper import matmul_program
+    from pallas_kernels.matmul.hopper_choice import choose_tile
+    from pallas_kernels.matmul.hopper_large import LargeTile
+
+    for T, N in ((8, 4160), (256, 6208), (1024, 1088)):
+        assert N % choose_tile(T, N, 1024, 4, within=N).block_columns == 0
+        matmul_program(T, N, 1024, leaves=4, bias=True)
+    with pytest.raises(ValueError, match="not a multiple of 128, and the bias"):
+        matmul_program(256, 1088, 1024, leaves=4, bias=True, tile=LargeTile())
