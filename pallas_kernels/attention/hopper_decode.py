@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.attention import hopper_softmax as softmax
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
 from pallas_kernels.attention.hopper_source import Paged, zero_rows
-from pallas_kernels.hopper_tools import drain, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, drain, swizzled
 
 #: Beyond every part's number.
 NONE = 2**30
@@ -294,7 +294,7 @@ def decode_attention(
 
     layout = swizzled(D)
     staging = (plgpu.SMEM((ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(
             jax.ShapeDtypeStruct(parts.acc, jnp.float32),
@@ -395,7 +395,7 @@ def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[.
                 plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(head * E, D)], row)
             plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * H * D,), jnp.bfloat16),),
         grid=(H // heads, T),
