@@ -36,20 +36,13 @@ def prefill(compiler: Compiler, count: int, length: int, split: int) -> dict[str
     return {"what": f"prefill {count} x {length}", **found, "tflops": flops / found["us"] / 1e6}
 
 
-def decode(compiler: Compiler, count: int, length: int, split: int, page: int = 128) -> dict[str, Any]:
+def decode(compiler: Compiler, count: int, length: int, split: int, page: int) -> dict[str, Any]:
     """One query token for each of ``count`` requests over ``length`` cached positions, launched as the engine does."""
     T = max(8, count)
-    per = -(-length // page)
-    pages = count * per
-    caches = [_bf16(pages, page, K, D) for _ in range(2)]
-    table = torch.randperm(pages, device="cuda").int().view(count, per).contiguous()
     owner = torch.full((T,), -1, dtype=torch.int32, device="cuda")
     owner[:count] = torch.arange(count, device="cuda")
     positions = torch.full((T,), length - 1, dtype=torch.int32, device="cuda")
-    sizes = {"pages": pages, "page": page, "requests": count, "request_pages": per}
-    program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split)
-    run = Launcher(seal_program("paged_attention", "1", {}, program), compiler)
-    q = _bf16(T, H, D)
+    run, q, caches, table = _paged(compiler, T, count, length, split, page)
     starts = torch.arange(count + 1, device="cuda", dtype=torch.int32)
     used = torch.full((count,), length, dtype=torch.int32, device="cuda")
     found = _against_library(
@@ -57,7 +50,36 @@ def decode(compiler: Compiler, count: int, length: int, split: int, page: int = 
         lambda: _flash_attention(q[:count], *caches, starts, 1, length, seqused_k=used, block_table=table),
     )
     moved = 2 * count * length * K * D * 2
-    return {"what": f"decode {count} x {length}", **found, "tb_per_s": moved / found["us"] / 1e6}
+    return {"what": f"decode {count} x {length}", "page": page, **found, "tb_per_s": moved / found["us"] / 1e6}
+
+
+def prefill_step(compiler: Compiler, count: int, length: int, split: int, page: int) -> dict[str, Any]:
+    """A step of the engine whose tokens are the whole prompts of ``count`` requests, over pages."""
+    T = count * length
+    positions = torch.arange(T, device="cuda", dtype=torch.int32) % length
+    owner = torch.arange(T, device="cuda", dtype=torch.int32) // length
+    run, q, caches, table = _paged(compiler, T, count, length, split, page)
+    starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
+    used = torch.full((count,), length, dtype=torch.int32, device="cuda")
+    found = _against_library(
+        lambda: run(q, *caches, table, owner, positions)[0],
+        lambda: _flash_attention(q, *caches, starts, length, length, seqused_k=used, block_table=table),
+    )
+    flops = 4 * count * length * length * H * D / 2
+    return {"what": f"prefill step {count} x {length}", "page": page, **found, "tflops": flops / found["us"] / 1e6}
+
+
+def _paged(
+    compiler: Compiler, T: int, count: int, length: int, split: int, page: int
+) -> tuple[Launcher, torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """The launcher, queries, caches and shuffled table of ``count`` requests with ``length`` cached positions."""
+    per = -(-length // page)
+    pages = count * per
+    caches = [_bf16(pages, page, K, D) for _ in range(2)]
+    table = torch.randperm(pages, device="cuda").int().view(count, per).contiguous()
+    sizes = {"pages": pages, "page": page, "requests": count, "request_pages": per}
+    program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split)
+    return Launcher(seal_program("paged_attention", "1", {}, program), compiler), _bf16(T, H, D), caches, table
 
 
 def _against_library(ours: Callable[[], torch.Tensor], library: Callable[[], torch.Tensor]) -> dict[str, Any]:
@@ -88,18 +110,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
     parser.add_argument("--split", type=int, default=512)
+    parser.add_argument("--page", type=int, default=128, help="positions of a page, 16 in the engine")
+    parser.add_argument("--rows", default="", help="only rows whose name contains this, as 'decode 256'")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     compiler = Compiler(torch.device("cuda:0"))
     rows = []
-    for measure, count, length in (
-        (prefill, 1, 8192),
-        (prefill, 16, 1024),
-        (decode, 256, 2048),
-        (decode, 8, 32768),
-        (decode, 1, 32768),
+    for name, measure, options, count, length in (
+        ("prefill", prefill, (), 1, 8192),
+        ("prefill", prefill, (), 16, 1024),
+        ("prefill step", prefill_step, (arguments.page,), 2, 1024),
+        ("decode", decode, (arguments.page,), 256, 2048),
+        ("decode", decode, (arguments.page,), 256, 384),
+        ("decode", decode, (arguments.page,), 32, 384),
+        ("decode", decode, (arguments.page,), 8, 32768),
+        ("decode", decode, (arguments.page,), 1, 32768),
+        ("decode", decode, (arguments.page,), 1, 640),
     ):
-        rows.append(measure(compiler, count, length, arguments.split))
+        if arguments.rows not in f"{name} {count} x {length}":
+            continue
+        rows.append(measure(compiler, count, length, arguments.split, *options))
         print(rows[-1], flush=True)
         write_results(arguments.out, rows)
 

@@ -4,14 +4,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from pallas_kernels.attention.hopper_decode import combine_splits, decode_attention
-from pallas_kernels.attention.hopper_softmax import ROWS, Schedule
+from pallas_kernels.attention.hopper_decode import Parts, combine_parts, decode_attention
+from pallas_kernels.attention.hopper_softmax import Schedule
 from pallas_kernels.attention.hopper_source import Packed, Paged
 from pallas_kernels.attention.hopper_tiles import tiled_attention
 from pallas_kernels.hopper_tools import sm_count
 from pallas_kernels.program import Buffer, Program, Step
+
+#: The most memory that the states of single tokens' splits may take.
+SCRATCH_BYTES = 2**29
 
 
 def attention_program(
@@ -45,17 +46,19 @@ def paged_attention_program(
     request_pages: int,
     scale: float,
     split: int,
-    single: bool = False,
-    lanes: int | None = None,
+    blocks: int | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
     staged_weights: bool = False,
 ) -> Program:
     """``(q, k_cache, v_cache, block_table, request_of_token, positions) -> out``, bit for bit as `attention_program`.
 
     q and out are [T, H, D], the caches [pages, page, K, D], the table [requests, request_pages], the others [T], int32;
     a padding token's request is -1. ``pages`` is a bound: the caches may have fewer, since only pages that the table
-    names are read. ``lanes`` blocks share the splits of a request's only token, by default so many that few tokens fill
-    the card. ``single`` promises that no request has two tokens, as in a decode step, and leaves the other kernel out.
-    Neither moves a bit. Raises ValueError for more rows of the caches than 32 bits can number.
+    names are read. A request's tokens are contiguous. Those with several tokens are one kernel's; the splits of single
+    tokens are spread over ``blocks`` blocks, by default as many as the card takes at once, and merged by a third
+    kernel. Where the states of all those splits could take more than ``scratch_bytes``, a token's splits stay together:
+    then so many tokens are there that they fill the card without that. Neither moves a bit.
+    Raises ValueError for more rows of the caches than 32 bits can number.
     """
     # A cache may have more than 2^31 elements: its rows are only reached through TMA, which takes a row and a column of
     # 32 bits each and multiplies with strides of 64.
@@ -63,37 +66,32 @@ def paged_attention_program(
         raise ValueError(f"{pages} pages of {page} positions have more rows than 32 bits can number")
     schedule = Schedule(D, split, scale)
     source = Paged(schedule.block, page)
-    splits = -(-request_pages * page // split)
-    if lanes is None:
-        lanes = max(1, min(splits, 2 * sm_count() // (T * K)))
+    parts = _parts(T, H, K, D, min(T, requests), -(-request_pages * page // split), scratch_bytes)
     buffers = {"q": Buffer((T, H, D), "bfloat16"), "out": Buffer((T, H, D), "bfloat16")}
     buffers |= dict.fromkeys(("k_cache", "v_cache"), Buffer((pages, page, K, D), "bfloat16", True))
     buffers |= dict.fromkeys(("request_of_token", "positions"), Buffer((T,), "int32"))
     buffers["block_table"] = Buffer((requests, request_pages), "int32")
+    buffers |= {"acc": Buffer(parts.acc, "float32"), "stats": Buffer(parts.stats, "float32")}
+    buffers["first_part"] = Buffer(parts.first_part, "int32")
     caches = dict.fromkeys(("k_cache", "v_cache"), (pages * page, K * D))
-    by_head = {**caches, "q": (T * H, D), "out": (T * H, D)}
     read = ("q", "k_cache", "v_cache", "positions", "request_of_token", "block_table")
     operands = ("q", "k_cache", "v_cache", "block_table", "request_of_token", "positions")
-
-    steps: tuple[Step, ...] = ()
-    last: tuple[str, ...] = ()
-    if not single:
-        buffers["tiled"] = Buffer((T, H, D), "bfloat16")
-        tiles = tiled_attention(T, H, K, schedule, source, single_tokens=False, staged_weights=staged_weights)
-        by_token = {**caches, "q": (T, H * D), "tiled": (T, H * D)}
-        steps = (Step("tiles", tiles, read, ("tiled",), by_token),)
-        last = ("tiled",)
-        by_head["tiled"] = (T * H, D)
-    # The last kernel of a token's splits takes the other tokens' rows over.
-    decode = partial(decode_attention, T, H, K, schedule, source, splits, lanes=lanes, staged_weights=staged_weights)
-    if lanes == 1:
-        steps += (Step("decode", decode(tiled=not single), (*read, *last), ("out",), by_head),)
-        return Program(buffers, operands, ("out",), steps)
-    buffers["acc"] = Buffer((T * splits * H, D), "float32")
-    buffers["stats"] = Buffer((T * splits * K, 2, ROWS), "float32")
-    combine = combine_splits(T, H, K, schedule, splits, tiled=not single)
-    steps += (
-        Step("decode", decode(), read, ("acc", "stats"), by_head),
-        Step("combine", combine, ("acc", "stats", "positions", "request_of_token", *last), ("out",), by_head),
+    states = ("acc", "stats", "first_part")
+    tiles = tiled_attention(T, H, K, schedule, source, single_tokens=False, staged_weights=staged_weights)
+    decode = decode_attention(parts, schedule, source, blocks=blocks or sm_count(), staged_weights=staged_weights)
+    # Few tokens spread over more blocks, many over larger ones.
+    combine = combine_parts(parts, schedule, heads=1 if 16 * sm_count() >= T * H else parts.G)
+    steps = (
+        Step("tiles", tiles, read, ("out",), {**caches, "q": (T, H * D), "out": (T, H * D)}),
+        Step("decode", decode, read, states, {**caches, "q": (T * H, D)}),
+        # Over the zeros that the tiles left in the rows of single tokens.
+        Step("combine", combine, (*states, "positions", "out"), ("out",), {"out": (T * H * D,)}),
     )
     return Program(buffers, operands, ("out",), steps)
+
+
+def _parts(T: int, H: int, K: int, D: int, singles: int, splits: int, scratch_bytes: int) -> Parts:
+    by_split = Parts(T, H, K, D, singles * splits, whole=False)
+    if 4 * by_split.acc[0] * by_split.acc[1] <= scratch_bytes:
+        return by_split
+    return Parts(T, H, K, D, singles, whole=True)

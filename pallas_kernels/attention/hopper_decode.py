@@ -1,10 +1,16 @@
-"""Attention for single query tokens over paged keys on sm90: a block takes the query heads of one key head."""
+"""Attention for single query tokens over paged keys on sm90: blocks that stay take one split of one key head each."""
 
-# Dimension letters: T tokens, H query heads, K key heads, G query heads of a key head, D head size, S splits,
-# R rows of a warpgroup (the first G are query heads, the others idle), B positions of a block.
+# Dimension letters: T tokens, H query heads, K key heads, G query heads of a key head, D head size, E head size padded
+# to whole warpgroups, R rows of a warpgroup (the first G are query heads, the others idle), B positions of a block,
+# L tokens looked up at once.
+#
+# A part is one split of one single token, or the whole token; an item is one key head of a part. Parts are numbered
+# in the order of tokens and splits, items likewise, and item i belongs to block i modulo the grid: the work is spread
+# evenly whatever the contexts' lengths are.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -16,121 +22,216 @@ from jax import lax
 from pallas_kernels.attention import hopper_softmax as softmax
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
 from pallas_kernels.attention.hopper_source import Paged, zero_rows
-from pallas_kernels.hopper_tools import drain, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, drain, swizzled
+
+#: Beyond every part's number.
+NONE = 2**30
+#: TMA copies at most so many elements along a dimension.
+COPIED = 256
+#: The numbers that describe an item to the warpgroup that computes it, with room to a multiple of 16 bytes.
+PLAN = 4
 
 
-def is_single(owners_T: jax.Ref, token: jax.Array, T: int) -> jax.Array:
-    """Whether ``token`` is the only one of its request in the batch; false for padding."""
-    owner = owners_T[token]
-    before = owners_T[jnp.maximum(token - 1, 0)]
-    after = owners_T[jnp.minimum(token + 1, T - 1)]
-    return (owner >= 0) & ((token == 0) | (before != owner)) & ((token == T - 1) | (after != owner))
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How the work on single tokens is cut, and the memory that its states take.
+
+    ``most`` parts can exist at once. With ``whole`` a part is a whole token, whose splits merge in registers in the
+    declared order; otherwise it is one split.
+    """
+
+    T: int
+    H: int
+    K: int
+    D: int
+    most: int
+    whole: bool
+
+    @property
+    def G(self) -> int:
+        return self.H // self.K
+
+    @property
+    def L(self) -> int:
+        """Tokens that are looked up at once."""
+        return min(512, max(128, 1 << (self.T - 1).bit_length()))
+
+    @property
+    def E(self) -> int:
+        """Columns of a state in memory: each thread of a warpgroup reads as many."""
+        return -(-self.D // 128) * 128
+
+    @property
+    def acc(self) -> tuple[int, int]:
+        """Shape of the weighted values, float32: a row a query head of a part."""
+        return self.most * self.H, self.E
+
+    @property
+    def stats(self) -> tuple[int, int, int]:
+        """Shape of maxima and sums, float32, by item."""
+        return self.most * self.K, 2, ROWS
+
+    @property
+    def first_part(self) -> tuple[int]:
+        """Shape of the number of each token's first part, int32; -1 where the token is not single."""
+        return (pl.cdiv(self.T, self.L) * self.L,)
 
 
 def decode_attention(
-    T: int,
-    H: int,
-    K: int,
+    parts: Parts,
     schedule: Schedule,
     source: Paged,
-    splits: int,
     *,
-    lanes: int,
-    tiled: bool = False,
+    blocks: int,
     stages: int = 2,
     staged_weights: bool = False,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the kernel ``(q [T*H, D], k, v, positions [T], owners [T], block_table[, tiled [T*H, D]]) -> results``.
+    """The kernel ``(q [T*H, D], k, v, positions [T], owners [T], block_table) -> (acc, stats, first_part)``.
 
-    With one lane a block walks all splits of its token and the result is ``out [T*H, D]``; rows of tokens that are not
-    single are taken from ``tiled`` where it is given, and are zero otherwise. With more, ``lanes`` blocks take every
-    ``lanes``-th split each and the results are the states of the splits, ``acc [T*splits*H, D]`` and
-    ``stats [T*splits*K, 2, R]`` (maximum and sum), in float32; `combine_splits` merges them. ``splits`` is the most
-    that a token can have.
+    Its results are the states of all parts of tokens that are the only ones of their requests in the batch, in the
+    shapes that ``parts`` names; `combine_parts` merges them. ``blocks`` is the size of the grid and moves no bit.
     """
+    T, H, K, G, L = parts.T, parts.H, parts.K, parts.G, parts.L
     D, B = schedule.D, schedule.block
-    G = H // K
     if G > ROWS:
         raise ValueError(f"{G} query heads share a key head; at most {ROWS} fit a warpgroup")
     split_blocks = schedule.split // B
+    tokens = min(T, L)
+    # Items whose queries and plans wait for the computing warpgroup.
+    ahead = 2
     if D > 128:
         # Larger heads leave no room for a second stage.
-        stages = 1
+        stages = ahead = 1
+    # TMA fills what is beyond the last row with zeros; a tile of shared memory has 8 rows.
+    query_rows = 8 if G <= 8 else ROWS
 
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
         q_RD, k_C, v_C, positions_T, owners_T, table = (next(names) for _ in range(6))
-        tiled_RD = next(names) if tiled else None
-        results = [next(names) for _ in range(1 if lanes == 1 else 2)]
-        q_plain, q_smem, k_smem, v_smem, out_smem, stats_smem = (next(names) for _ in range(6))
-        q_full, k_full, v_full, v_dirty, v_clean, k_empty, v_empty, copied = (next(names) for _ in range(8))
+        acc, stats, first_part_T = (next(names) for _ in range(3))
+        q_plain, q_smem, k_smem, v_smem, acc_smem, stats_smem = (next(names) for _ in range(6))
+        lookup, neighbours, sums, plan = (next(names) for _ in range(4))
+        looked, q_full, k_full, v_full, k_empty, v_empty, planned, taken = (next(names) for _ in range(8))
         staged = next(names, None)
-        warpgroup, key_head, lane = (lax.axis_index(name) for name in ("warpgroup", "key_head", "lane"))
-        token = lax.axis_index("token")
-        first_head = token * H + key_head * G
-        single = is_single(owners_T, token, T)
-        last = positions_T[token]
-        blocks = lax.div(last, jnp.int32(B)) + 1
-        used = jnp.where(single, lax.div(blocks - 1, jnp.int32(split_blocks)) + 1, 0)
-        # Splits lane, lane + lanes, ... below ``used``.
-        mine = lax.div(jnp.maximum(used - lane + lanes - 1, 0), jnp.int32(lanes))
-
-        def bounds(number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            split = lane + number * lanes
-            first = split * split_blocks
-            return split, first, jnp.minimum(first + split_blocks, blocks)
+        warpgroup, grid_block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
         @pl.when(warpgroup == 1)
         def _load() -> None:
-            plgpu.set_max_registers(40, action="decrease")
-            columns = pl.ds(key_head * D, D)
-            plgpu.copy_gmem_to_smem(q_RD.at[pl.ds(first_head, ROWS)], q_plain, q_full)
+            lane = plgpu.Layout.WG_STRIDED((L,), vec_size=1)
+            index = plgpu.broadcasted_iota(jnp.int32, (L,), 0, layout=lane)
+            sums[pl.ds(0, L)] = jnp.where(index < 0, index, 0)
 
-            def one_split(number: jax.Array, done: jax.Array) -> jax.Array:
-                _, first, end = bounds(number)
+            def inclusive_sums(count: jax.Array) -> jax.Array:
+                """Running sums over the chunk's tokens; they stay in the upper half of ``sums``, below it are zeros."""
+                sums[pl.ds(L, L)] = total = count
+                plgpu.commit_smem()
+                for shift in (1 << step for step in range((tokens - 1).bit_length())):
+                    total = total + plgpu.load(sums.at[pl.ds(L - shift, L)], layout=lane)
+                    # Everyone has to have read before anyone writes the next sums.
+                    plgpu.commit_smem()
+                    sums[pl.ds(L, L)] = total
+                    plgpu.commit_smem()
+                return total
 
-                def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
-                    slot = lax.rem(done, jnp.int32(stages))
-                    rows = source.rows(table, owners_T[token], jnp.int32(0), block * B, last)
+            def publish(made: jax.Array, *what: jax.Array) -> jax.Array:
+                slot = lax.rem(made, jnp.int32(ahead))
+
+                @pl.when(made >= ahead)
+                def _() -> None:
+                    plgpu.barrier_wait(taken.at[slot])
+
+                for place, value in enumerate(what):
+                    plan[slot * PLAN + place] = value
+                plgpu.barrier_arrive(planned.at[slot])
+                return slot
+
+            def load_block(
+                block: jax.Array, done: jax.Array, owner: jax.Array, last: jax.Array, key_head: jax.Array
+            ) -> jax.Array:
+                slot = lax.rem(done, jnp.int32(stages))
+                rows = source.rows(table, owner, jnp.int32(0), block * B, last)
+                for cache, into, full, empty in ((k_C, k_smem, k_full, k_empty), (v_C, v_smem, v_full, v_empty)):
 
                     @pl.when(done >= stages)
-                    def _() -> None:
-                        plgpu.barrier_wait(k_empty.at[slot])
+                    def _(slot: jax.Array = slot, empty: jax.Ref = empty) -> None:
+                        plgpu.barrier_wait(empty.at[slot])
 
-                    source.load(k_C, rows, columns, k_smem.at[slot], k_full.at[slot])
+                    source.load(cache, rows, pl.ds(key_head * D, D), into.at[slot], full.at[slot])
+                return done + 1
 
-                    @pl.when(done >= stages)
-                    def _() -> None:
-                        plgpu.barrier_wait(v_empty.at[slot])
+            def one_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                number, before, made, done = carry
+                first_token = chunk * L
+                # What the earlier tokens' loop read has to be read before the next ones come.
+                plgpu.commit_smem()
+                for start in range(0, L, COPIED):
+                    for row, source_T in enumerate((positions_T, owners_T)):
+                        into = lookup.at[row, pl.ds(start, min(L, COPIED))]
+                        plgpu.copy_gmem_to_smem(source_T.at[pl.ds(first_token + start, min(L, COPIED))], into, looked)
+                plgpu.barrier_wait(looked)
+                position, owner = (plgpu.load(lookup.at[row], layout=lane) for row in range(2))
+                neighbours[pl.ds(1, L)] = owner
+                neighbours[0] = owners_T[jnp.maximum(first_token - 1, 0)]
+                neighbours[L + 1] = owners_T[jnp.minimum(first_token + L, T - 1)]
+                plgpu.commit_smem()
+                prior, after = (plgpu.load(neighbours.at[pl.ds(at, L)], layout=lane) for at in (0, 2))
+                starts = (index + first_token == 0) | (prior != owner)
+                ends = (index + first_token == T - 1) | (after != owner)
+                single = (owner >= 0) & (index + first_token < T) & starts & ends
+                each = 1 if parts.whole else lax.div(position, jnp.full((), schedule.split, jnp.int32)) + 1
+                count = jnp.where(single, each, 0)
+                first = inclusive_sums(count) - count
+                total = sums[L + tokens - 1]
 
-                    @pl.when(block < blocks - 1)
-                    def _() -> None:
-                        source.load(v_C, rows, columns, v_smem.at[slot], v_full.at[slot])
+                @pl.when(grid_block == 0)
+                def _() -> None:
+                    first_part_T[pl.ds(first_token, L)] = jnp.where(count > 0, first + before, -1)
 
-                    @pl.when(block == blocks - 1)
-                    def _() -> None:
-                        source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
-                        plgpu.barrier_wait(v_dirty)
-                        zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
-                        plgpu.barrier_arrive(v_clean)
+                first = jnp.where(count > 0, first, NONE)
 
-                    return done + 1
+                def one_item(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    number, made, done = carry
+                    part = lax.div(number, jnp.int32(K))
+                    key_head = number - part * K
+                    at = jnp.max(jnp.where(first <= part - before, index, 0))
+                    last, owner = lookup[0, at], lookup[1, at]
+                    end_block = lax.div(last, jnp.int32(B)) + 1
+                    first_block = jnp.int32(0)
+                    if not parts.whole:
+                        first_block = (part - before - sums[L - 1 + at]) * split_blocks
+                        end_block = jnp.minimum(first_block + split_blocks, end_block)
+                    slot = publish(made, number, first_block, end_block, last)
+                    rows = pl.ds((first_token + at) * H + key_head * G, query_rows)
+                    plgpu.copy_gmem_to_smem(q_RD.at[rows], q_plain.at[slot, pl.ds(0, query_rows)], q_full.at[slot])
+                    done = lax.fori_loop(
+                        first_block, end_block, lambda b, d: load_block(b, d, owner, last, key_head), done
+                    )
+                    return number + blocks, made + 1, done
 
-                return lax.fori_loop(first, end, one_block, done)
+                before_end = (before + total) * K
+                carry = (number, made, done)
+                number, made, done = lax.while_loop(lambda carry: carry[0] < before_end, one_item, carry)
+                return number, before + total, made, done
 
-            done = lax.fori_loop(0, mine, one_split, jnp.int32(0))
+            zero = jnp.int32(0)
+            _, _, made, done = lax.fori_loop(0, pl.cdiv(T, L), one_chunk, (grid_block, zero, zero, zero))
+            publish(made, jnp.int32(-1), zero, zero, zero)
+            drain(taken, ahead, made + 1)
             drain(k_empty, stages, done)
             drain(v_empty, stages, done)
 
         @pl.when(warpgroup == 0)
         def _compute() -> None:
-            plgpu.barrier_wait(q_full)
-            # A copy into wgmma's swizzled layout would have to start at a multiple of 8 heads.
-            q_smem[...] = plgpu.load(q_plain, layout=softmax.WGMMA, optimized=False)
-            plgpu.commit_smem()
             nothing = softmax.empty_state(D)
 
-            def one_block(block: jax.Array, carry: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+            def planned_item(made: jax.Array) -> tuple[jax.Array, ...]:
+                slot = lax.rem(made, jnp.int32(ahead))
+                plgpu.barrier_wait(planned.at[slot])
+                return slot, *(plan[slot * PLAN + place] for place in range(4))
+
+            def one_block(
+                block: jax.Array, carry: tuple[jax.Array, ...], last: jax.Array, masked: bool
+            ) -> tuple[jax.Array, ...]:
                 done, state = carry[0], State(*carry[1:])
                 slot = lax.rem(done, jnp.int32(stages))
                 plgpu.barrier_wait(k_full.at[slot])
@@ -140,133 +241,166 @@ def decode_attention(
                     column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
                     raw_RB = jnp.where(column_RB <= last - block * B, raw_RB, -jnp.inf)
                 state, weights = softmax.weigh(state, raw_RB, schedule.exponent_scale)
-                plgpu.barrier_wait(v_clean if masked else v_full.at[slot])
+                plgpu.barrier_wait(v_full.at[slot])
+                if masked:
+                    zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
                 state = softmax.accumulate(state, weights, v_smem.at[slot], D, staged)
                 plgpu.barrier_arrive(v_empty.at[slot])
                 return done + 1, *state
 
-            def one_split(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                done, total = carry[0], State(*carry[1:])
-                split, first, end = bounds(number)
-                # Only the sequence's last block needs the mask, and only it was zeroed beyond the end.
-                full = jnp.minimum(end, blocks - 1)
-                part = lax.fori_loop(first, full, lambda b, c: one_block(b, c, masked=False), (done, *nothing))
-                done, *part = lax.fori_loop(full, end, lambda b, c: one_block(b, c, masked=True), part)
-                if lanes == 1:
-                    return done, *softmax.merge(total, State(*part))
-                acc, stats = results
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem[...] = State(*part).acc_RD
-                stats_smem[0] = State(*part).max_R
-                stats_smem[1] = State(*part).sum_R
-                plgpu.commit_smem()
-                rows = pl.ds((token * splits + split) * H + key_head * G, G)
-                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], acc.at[rows])
-                plgpu.copy_smem_to_gmem(stats_smem, stats.at[(token * splits + split) * K + key_head])
-                return done, *total
+            def one_split(
+                first: jax.Array, end: jax.Array, last: jax.Array, done: jax.Array
+            ) -> tuple[jax.Array, State]:
+                # Only a last block that the sequence does not fill needs the mask, and zeros beyond the end.
+                full = jnp.minimum(end, lax.div(last + 1, jnp.int32(B)))
+                carry = (done, *nothing)
+                carry = lax.fori_loop(first, full, lambda b, c: one_block(b, c, last, masked=False), carry)
+                done, *part = lax.fori_loop(full, end, lambda b, c: one_block(b, c, last, masked=True), carry)
+                return done, State(*part)
 
-            _, *total = lax.fori_loop(0, mine, one_split, (jnp.int32(0), *nothing))
-            if lanes == 1:
-                out_smem[...] = softmax.finish(*State(*total)[1:])
+            def all_splits(end: jax.Array, last: jax.Array, done: jax.Array) -> tuple[jax.Array, State]:
+                def add(split: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    first = split * split_blocks
+                    done, part = one_split(first, jnp.minimum(first + split_blocks, end), last, carry[0])
+                    return done, *softmax.merge(State(*carry[1:]), part)
+
+                splits = lax.div(end - 1, jnp.int32(split_blocks)) + 1
+                done, *total = lax.fori_loop(0, splits, add, (done, *nothing))
+                return done, State(*total)
+
+            def one_item(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                slot, number, first, end, last, made, done = carry
+                plgpu.barrier_wait(q_full.at[slot])
+                # A copy into wgmma's swizzled layout would have to start at a multiple of 8 heads.
+                q_smem[...] = plgpu.load(q_plain.at[slot], layout=softmax.WGMMA, optimized=False)
                 plgpu.commit_smem()
-                _take_rows(tiled_RD, pl.ds(first_head, G), single, out_smem.at[pl.ds(0, G)], copied)
-                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], results[0].at[pl.ds(first_head, G)])
+                plgpu.barrier_arrive(taken.at[slot])
+                done, state = all_splits(end, last, done) if parts.whole else one_split(first, end, last, done)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                acc_smem[...] = state.acc_RD
+                stats_smem[0] = state.max_R
+                stats_smem[1] = state.sum_R
+                plgpu.commit_smem()
+                rows = pl.ds(number * G, G)
+                plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, G)], acc.at[rows, pl.ds(0, D)])
+                plgpu.copy_smem_to_gmem(stats_smem, stats.at[number])
+                return *planned_item(made + 1), made + 1, done
+
+            zero = jnp.int32(0)
+            carry = (*planned_item(zero), zero, zero)
+            slot, *_ = lax.while_loop(lambda carry: carry[1] >= 0, one_item, carry)
+            plgpu.barrier_arrive(taken.at[slot])
             plgpu.wait_smem_to_gmem(0)
 
-    out: tuple[jax.ShapeDtypeStruct, ...] = (jax.ShapeDtypeStruct((T * H, D), jnp.bfloat16),)
-    if lanes > 1:
-        acc = jax.ShapeDtypeStruct((T * splits * H, D), jnp.float32)
-        out = (acc, jax.ShapeDtypeStruct((T * splits * K, 2, ROWS), jnp.float32))
     layout = swizzled(D)
     staging = (plgpu.SMEM((ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
-        out_type=out,
-        grid=(lanes, K, T),
-        grid_names=("lane", "key_head", "token"),
+        out_type=(
+            jax.ShapeDtypeStruct(parts.acc, jnp.float32),
+            jax.ShapeDtypeStruct(parts.stats, jnp.float32),
+            jax.ShapeDtypeStruct(parts.first_part, jnp.int32),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
         num_threads=2,
         thread_name="warpgroup",
         kernel_name="isojax_attention_decode",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
         scratch_types=(
-            plgpu.SMEM((ROWS, D), jnp.bfloat16),
+            plgpu.SMEM((ahead, ROWS, D), jnp.bfloat16),
             plgpu.SMEM((ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM((ROWS, D), out[0].dtype),
+            plgpu.SMEM((ROWS, D), jnp.float32),
             plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.Barrier(),
+            plgpu.SMEM((2, L), jnp.int32),
+            plgpu.SMEM((L + 16,), jnp.int32),
+            plgpu.SMEM((2 * L,), jnp.int32),
+            plgpu.SMEM((ahead * PLAN,), jnp.int32),
+            plgpu.Barrier(num_arrivals=2 * pl.cdiv(L, COPIED)),
+            plgpu.Barrier(num_barriers=ahead),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=source.arrivals),
-            plgpu.Barrier(),
             plgpu.Barrier(num_barriers=stages),
             plgpu.Barrier(num_barriers=stages),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=ahead),
+            plgpu.Barrier(num_barriers=ahead),
             *staging,
         ),
     )
 
 
-def _take_rows(source: jax.Ref | None, rows: pl.Slice, single: jax.Array, into: jax.Ref, copied: jax.Ref) -> None:
-    if source is None:
-        return
+def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[..., tuple[jax.Array, ...]]:
+    """The kernel ``(acc, stats, first_part, positions [T], out [T*H*D]) -> out``, which it writes in place.
 
-    @pl.when(jnp.logical_not(single))
-    def _() -> None:
-        plgpu.copy_gmem_to_smem(source.at[rows], into, copied)
-        plgpu.barrier_wait(copied)
-
-
-def combine_splits(
-    T: int, H: int, K: int, schedule: Schedule, splits: int, *, tiled: bool = False
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns the kernel ``(acc, stats, positions [T], owners [T][, tiled [T*H, D]]) -> out [T*H, D]``.
-
-    Merges the splits of single tokens in ascending order; rows of other tokens are taken from ``tiled`` where it is
-    given, and are zero otherwise.
+    Merges the parts of each single token in ascending order; other tokens' rows it leaves alone. A block takes
+    ``heads`` neighbouring query heads, which moves no bit.
     """
-    D, G = schedule.D, H // K
+    T, H, K, G, D, E = parts.T, parts.H, parts.K, parts.G, parts.D, parts.E
+    # Parts whose loads are under way at once, so that their latencies overlap: more where few blocks share the card.
+    at_once = max(1, (16 if heads == 1 else 8) // heads)
+    column = plgpu.Layout.WG_STRIDED((E,), vec_size=1)
 
-    def kernel(*refs: jax.Ref) -> None:
-        acc, stats, positions_T, owners_T, *others = refs
-        tiled_RD = others.pop(0) if tiled else None
-        out_RD, acc_smem, stats_smem, out_smem, loaded, copied = others
-        token, key_head = lax.axis_index("token"), lax.axis_index("key_head")
-        single = is_single(owners_T, token, T)
-        used = jnp.where(single, lax.div(positions_T[token], jnp.int32(schedule.split)) + 1, 0)
+    def everywhere(value: jax.Array | float, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+        return plgpu.layout_cast(jnp.full((E,), value, dtype), column)
 
-        def one_split(split: jax.Array, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            at = token * splits + split
-            plgpu.copy_gmem_to_smem(acc.at[pl.ds(at * H + key_head * G, G)], acc_smem.at[pl.ds(0, G)], loaded)
-            plgpu.copy_gmem_to_smem(stats.at[at * K + key_head], stats_smem, loaded)
-            plgpu.barrier_wait(loaded)
-            max_R, sum_R = (plgpu.load(stats_smem.at[i], layout=softmax.PER_ROW, optimized=False) for i in range(2))
-            part = State(max_R, sum_R, plgpu.load(acc_smem, layout=softmax.WGMMA, optimized=False))
-            # The next copy into these buffers must come after these reads.
+    def kernel(
+        acc: jax.Ref,
+        stats: jax.Ref,
+        first_part_T: jax.Ref,
+        positions_T: jax.Ref,
+        out_before: jax.Ref,
+        out_C: jax.Ref,
+        out_smem: jax.Ref,
+    ) -> None:
+        # The result as an operand: it is the same memory.
+        del out_before
+        token, first_head = lax.axis_index("token"), lax.axis_index("heads") * heads
+        first_part, position = first_part_T[token], positions_T[token]
+
+        def load(part: jax.Array, head: jax.Array) -> State:
+            # A thread takes a column; a row's maximum and sum are in every thread.
+            key_head = lax.div(head, jnp.int32(G))
+            item, row = part * K + key_head, head - key_head * G
+            values = plgpu.load(acc.at[part * H + head], layout=column)
+            return State(everywhere(stats[item, 0, row]), everywhere(stats[item, 1, row]), values)
+
+        @pl.when(first_part >= 0)
+        def _() -> None:
+            used = jnp.int32(1) if parts.whole else lax.div(position, jnp.int32(schedule.split)) + 1
+
+            def some_parts(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                places = [number * at_once + offset for offset in range(at_once)]
+                found = [
+                    [load(first_part + jnp.minimum(place, used - 1), first_head + head) for head in range(heads)]
+                    for place in places
+                ]
+                states = [State(*totals[3 * head : 3 * head + 3]) for head in range(heads)]
+                for place, read in zip(places, found, strict=True):
+                    exists = everywhere(place, jnp.int32) < used
+                    for head in range(heads):
+                        merged = softmax.merge(states[head], read[head])
+                        pairs = zip(merged, states[head], strict=True)
+                        states[head] = State(*(jnp.where(exists, new, old) for new, old in pairs))
+                return tuple(value for state in states for value in state)
+
+            nothing = (everywhere(-jnp.inf), everywhere(0.0), everywhere(0.0)) * heads
+            totals = lax.fori_loop(0, lax.div(used - 1, jnp.int32(at_once)) + 1, some_parts, nothing)
+            for head in range(heads):
+                out_smem[pl.ds(head * E, E)] = softmax.finish(*totals[3 * head + 1 : 3 * head + 3])
             plgpu.commit_smem()
-            return tuple(softmax.merge(State(*total), part))
+            for head in range(heads):
+                row = out_C.at[pl.ds((token * H + first_head + head) * D, D)]
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(head * E, D)], row)
+            plgpu.wait_smem_to_gmem(0)
 
-        total = lax.fori_loop(0, used, one_split, tuple(softmax.empty_state(D)))
-        out_smem[...] = softmax.finish(*State(*total)[1:])
-        plgpu.commit_smem()
-        rows = pl.ds(token * H + key_head * G, G)
-        _take_rows(tiled_RD, rows, single, out_smem.at[pl.ds(0, G)], copied)
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_RD.at[rows])
-        plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
-        out_type=(jax.ShapeDtypeStruct((T * H, D), jnp.bfloat16),),
-        grid=(K, T),
-        grid_names=("key_head", "token"),
+        out_type=(jax.ShapeDtypeStruct((T * H * D,), jnp.bfloat16),),
+        grid=(H // heads, T),
+        grid_names=("heads", "token"),
         kernel_name="isojax_attention_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        scratch_types=(
-            plgpu.SMEM((ROWS, D), jnp.float32),
-            plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.SMEM((ROWS, D), jnp.bfloat16),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(),
-        ),
+        scratch_types=(plgpu.SMEM((heads * E,), jnp.bfloat16),),
     )

@@ -62,6 +62,11 @@ def empty_state(D: int) -> State:
     )
 
 
+def _beside(value_R: jax.Array, values: jax.Array) -> jax.Array:
+    """A number of each row, shaped to meet the row's values; where a thread holds one column it already has it."""
+    return value_R if values.ndim == 1 else value_R[:, None]
+
+
 def _finite(max_R: jax.Array) -> jax.Array:
     # A row without any position yet has maximum -inf, and -inf - -inf would be NaN.
     return jnp.where(max_R == -jnp.inf, 0.0, max_R)
@@ -129,10 +134,12 @@ class Rule(NamedTuple):
         One of the two is scaled by exactly one, so only the other is multiplied: with two products in the sum, which
         of them the compiler fuses into the addition would decide the last bit.
         """
-        earlier_RD = lax.broadcast_in_dim(self.earlier_R, part_RD.shape, (0,))
+        earlier_RD = self.earlier_R
+        if part_RD.ndim == 2:
+            earlier_RD = lax.broadcast_in_dim(self.earlier_R, part_RD.shape, (0,))
         high_RD = jnp.where(earlier_RD, total_RD, part_RD)
         low_RD = jnp.where(earlier_RD, part_RD, total_RD)
-        return high_RD + low_RD * self.shrink_R[:, None]
+        return high_RD + low_RD * _beside(self.shrink_R, low_RD)
 
 
 def merge_sums(total_max_R: jax.Array, total_sum_R: jax.Array, part: State) -> tuple[jax.Array, jax.Array, Rule]:
@@ -157,4 +164,4 @@ def finish(sum_R: jax.Array, acc_RD: jax.Array) -> jax.Array:
     scale_R = jnp.where(some_R, 1.0 / jnp.where(some_R, sum_R, 1.0), 0.0)
     # Adding zero turns a negative zero into a positive one: whether a vanished sum kept its sign depends on how many
     # fully masked blocks came after it.
-    return (acc_RD * scale_R[:, None] + 0.0).astype(jnp.bfloat16)
+    return (acc_RD * _beside(scale_R, acc_RD) + 0.0).astype(jnp.bfloat16)

@@ -144,35 +144,33 @@ def _tiles(program, *operands):
 
 
 def _decode(program, *operands):
-    operands, tiled = operands[:6], operands[6:]
-    single = _single(operands[4])
-    found = _paged_states(program, operands, single)
-    if tiled:
-        out = tiled[0].clone()
-        for row, states in found:
-            out[row] = _merged(states)
-        return (out,)
     acc, stats = (torch.full(program.buffers[name].shape, float("nan")) for name in ("acc", "stats"))
-    T, H, D = operands[0].shape
-    by_split = acc.view(T, -1, H, D), stats.view(T, len(acc) // (T * H), -1, *stats.shape[1:])
-    for row, states in found:
-        for split, (highest, total, values) in enumerate(states):
-            by_split[0][row, split] = values
+    first_part = torch.full(program.buffers["first_part"].shape, -1, dtype=torch.int32)
+    _, H, D = operands[0].shape
+    K = operands[1].shape[2]
+    by_part = acc.view(-1, H, acc.shape[1]), stats.view(-1, K, *stats.shape[1:])
+    part = 0
+    for row, states in _paged_states(program, operands, _single(operands[4])):
+        first_part[row] = part
+        for highest, total, values in states:
+            by_part[0][part, :, :D] = values
             # Query heads of a key head are the first rows of its statistics.
-            K = by_split[1].shape[2]
-            by_split[1][row, split, :, 0, : H // K] = highest.view(K, -1)
-            by_split[1][row, split, :, 1, : H // K] = total.view(K, -1)
-    return acc, stats
+            by_part[1][part, :, 0, : H // K] = highest.view(K, -1)
+            by_part[1][part, :, 1, : H // K] = total.view(K, -1)
+            part += 1
+    return acc, stats, first_part
 
 
-def _combine(program, acc, stats, positions, owners, tiled):
-    T, H, D = tiled.shape
-    acc, stats = acc.view(T, -1, H, D), stats.view(T, len(acc) // (T * H), -1, *stats.shape[1:])
-    G, out = H // stats.shape[2], tiled.clone()
-    for row in _single(owners).nonzero()[:, 0].tolist():
-        splits = range(int(positions[row]) // dict(program.constants)["split"] + 1)
-        parts = [(*(stats[row, s, :, kind, :G].flatten() for kind in (0, 1)), acc[row, s]) for s in splits]
-        out[row] = _merged(parts)
+def _combine(program, acc, stats, first_part, positions, out):
+    _, H, D = out.shape
+    K = H * len(stats) // len(acc)
+    acc, stats = acc.view(-1, H, acc.shape[1]), stats.view(-1, K, *stats.shape[1:])
+    out = out.clone()
+    for row in (first_part >= 0).nonzero()[:, 0].tolist():
+        used = int(positions[row]) // dict(program.constants)["split"] + 1
+        parts = range(int(first_part[row]), int(first_part[row]) + used)
+        states = [(*(stats[p, :, kind, : H // K].flatten() for kind in (0, 1)), acc[p, :, :D]) for p in parts]
+        out[row] = _merged(states)
     return (out,)
 
 

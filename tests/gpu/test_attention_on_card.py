@@ -1,4 +1,4 @@
-"""Attention on a card: right, row-invariant, and equal over packed keys, pages, tiles, lanes and splits."""
+"""Attention on a card: right, row-invariant, and equal over packed keys, pages, tiles, blocks and splits."""
 
 import pytest
 import torch
@@ -134,12 +134,12 @@ def test_splits_in_parallel_in_a_mixed_batch_equal_packed(compiler, H, K, D):
     batch = Batch(LENGTHS, H, K, D)
     packed = batch.packed(compiler)
     wanted = [(3, 699, 700), (5, 1288, 1300), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 16, 17)]
-    for lanes in (2, 3):
-        out = batch.paged(compiler, wanted, 16, 48, lanes=lanes)
+    for options in ({}, {"blocks": 3}, {"scratch_bytes": 0}):
+        out = batch.paged(compiler, wanted, 16, 48, **options)
         at = 0
         for number, start, stop in wanted:
             found = out[at : at + stop - start]
-            assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{lanes} lanes, {number}, {start} on")
+            assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{options}, {number}, {start} on")
             at += stop - start
 
 
@@ -162,10 +162,28 @@ def test_parallel_splits_equal_splits_in_turn(compiler, H, K, D):
     batch = Batch(LENGTHS, H, K, D)
     packed = batch.packed(compiler)
     wanted = [(number, length - 1, length) for number, length in enumerate(LENGTHS)]
-    for lanes in (1, 2, 3):
-        out = batch.paged(compiler, wanted, 16, 8, single=True, lanes=lanes)
+    for options in ({}, {"blocks": 1}, {"blocks": 3}, {"scratch_bytes": 0}, {"scratch_bytes": 0, "blocks": 5}):
+        out = batch.paged(compiler, wanted, 16, 8, **options)
         for row, (number, start, stop) in enumerate(wanted):
-            assert_equal_bits(out[row : row + 1], packed[batch.rows(number, start, stop)], f"{lanes} lanes, {number}")
+            assert_equal_bits(out[row : row + 1], packed[batch.rows(number, start, stop)], f"{options}, {number}")
+
+
+@pytest.mark.parametrize("page", [16, 128])
+def test_single_tokens_of_every_context_equal_packed(compiler, page):
+    """More items than blocks, in turns of the lookup, around the edges of blocks and splits and over many of them."""
+    lengths = [1, 2, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 1300, 4097, 20000]
+    batch = Batch(lengths, 16, 4, 128)
+    packed = batch.packed(compiler)
+    singles = [(number, length - 1, length) for number, length in enumerate(lengths)]
+    chunks = [(12, 3000, 3100), (11, 1200, 1290)]
+    wanted = [*singles, chunks[0], *singles * 10, chunks[1], *singles[3:], *singles * 20]
+    for options in ({}, {"scratch_bytes": 0}):
+        out = batch.paged(compiler, wanted, page, 704, **options)
+        at = 0
+        for number, start, stop in wanted:
+            found = out[at : at + stop - start]
+            assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{options}, {number}, {start} on")
+            at += stop - start
 
 
 def test_a_sequence_off_the_row_step_is_nan_not_wrong(compiler):

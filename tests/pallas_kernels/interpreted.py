@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
 from pallas_kernels import hopper_tools
@@ -28,7 +29,12 @@ def interpret(program: Program, *operands: jax.Array, races: bool = True) -> tup
             results = jax.block_until_ready(step.kernel(*arguments))
             if races and get_races().races_found:
                 raise RaceFound(f"step {step.name}: see RACE DETECTED in the output")
-            return tuple(results)
+            # The interpreter has no aliases: what a step did not write in place is still NaN there.
+            before = dict(zip(step.operands, arguments, strict=True))
+            pairs = zip(step.results, results, strict=True)
+            return tuple(
+                jnp.where(jnp.isnan(found), before[name], found) if name in before else found for name, found in pairs
+            )
 
         return dataclasses.replace(step, kernel=kernel)
 

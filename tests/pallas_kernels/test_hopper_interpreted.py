@@ -181,23 +181,46 @@ def test_attention_of_two_packed_sequences():
     assert bool((out[69:] == 0).all())
 
 
-@pytest.mark.parametrize("options", [{}, {"single": True, "lanes": 1}, {"single": True, "lanes": 2}], ids=str)
-def test_attention_over_pages(options):
+@pytest.mark.parametrize(
+    ("options", "split"),
+    [({"blocks": 3}, 128), ({"blocks": 40}, 256), ({"blocks": 3, "scratch_bytes": 0}, 256)],
+    ids=str,
+)
+def test_attention_over_pages(options, split):
+    """Contexts that end inside, at and beyond a block's and a split's edge, between them requests of several tokens."""
+    # (first position, tokens) of each request, and two rows of padding after each that has several tokens.
+    requests = [(0, 1), (126, 1), (127, 1), (3, 5), (255, 1), (256, 1), (250, 10), (520, 1)]
+    _check_attention_over_pages(requests, 0, 32, split, options)
+
+
+@pytest.mark.parametrize("at", [506, 511])
+def test_single_tokens_of_a_batch_that_is_looked_up_in_turns(at):
+    _check_attention_over_pages([(40, 1), (129, 1), (3, 5), (255, 1)], at, 528, 128, {"blocks": 2})
+
+
+def _check_attention_over_pages(requests, at, T, split, options):
+    """``at``: the first row of the batch that is not padding."""
     from pallas_kernels.attention.hopper import paged_attention_program
 
-    T, D, page, split = 8, 64, 128, 128
-    # Two requests with one new token each, the first of them across a split's edge, and padding.
-    table, owner = np.array([[3, 1], [2, 0]], np.int32), np.full(T, -1, np.int32)
-    positions = np.zeros(T, np.int32)
-    owner[:2], positions[:2] = (0, 1), (140, 20)
-    q, k, v = _normal(0, T, 2, D), _normal(1, 4, page, 1, D), _normal(2, 4, page, 1, D)
-    sizes = {"pages": 4, "page": page, "requests": 2, "request_pages": 2}
-    program = paged_attention_program(T, 2, 1, D, **sizes, scale=0.125, split=split, staged_weights=True, **options)
+    H, K, D, page, pages_each = 2, 2, 64, 128, 5
+    owner, positions, rows = np.full(T, -1, np.int32), np.zeros(T, np.int32), []
+    for number, (first, count) in enumerate(requests):
+        rows.append(slice(at, at + count))
+        owner[rows[-1]], positions[rows[-1]] = number, np.arange(first, first + count)
+        at += count + 2 * (count > 1)
+    pages = pages_each * len(requests)
+    table = np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(len(requests), pages_each)
+    q, k, v = _normal(0, T, H, D), _normal(1, pages, page, K, D), _normal(2, pages, page, K, D)
+    sizes = {"pages": pages, "page": page, "requests": len(requests), "request_pages": pages_each}
+    program = paged_attention_program(T, H, K, D, **sizes, scale=0.125, split=split, staged_weights=True, **options)
     (out,) = _run(program, q, k, v, *map(jnp.asarray, (table, owner, positions)))
-    for row in range(2):
-        keys, values = (cache[table[row], :, 0].reshape(-1, D)[: positions[row] + 1] for cache in (k, v))
-        _close(out[row : row + 1], _attention(q[row : row + 1], keys, values), 2e-2)
-    assert bool((out[2:] == 0).all())
+    for number, (first, count) in enumerate(requests):
+        keys, values = (cache[table[number]].reshape(-1, K, D)[: first + count] for cache in (k, v))
+        for head in range(K):
+            heads = slice(head * H // K, (head + 1) * H // K)
+            expected = _attention(q[rows[number], heads], keys[:, head], values[:, head])
+            _close(out[rows[number], heads], expected, 2e-2)
+    assert bool((out[owner < 0] == 0).all())
 
 
 @pytest.mark.parametrize("vocab", [333, 29])

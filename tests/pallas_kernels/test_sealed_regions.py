@@ -170,6 +170,18 @@ def test_rows_go_to_the_cache_by_copies_that_no_swizzle_takes_part_in(head):
     assert b"cp.async.bulk.global.shared::cta.bulk_group" in module.module
 
 
+@pytest.mark.parametrize(("positions", "whole"), [(40_960, False), (131_072, True)])
+def test_states_of_splits_take_bounded_memory_however_many_tokens_a_step_has(positions, whole):
+    from pallas_kernels.attention.hopper import SCRATCH_BYTES, paged_attention_program
+
+    sizes = {"pages": 2**17, "page": 16, "requests": 256, "request_pages": positions // 16}
+    for T in (256, 2048):
+        buffers = paged_attention_program(T, 32, 8, 128, **sizes, scale=0.1, split=512).buffers
+        assert buffers["acc"].size <= SCRATCH_BYTES
+        # A state a token where a token's splits stay together, else one a split that a request can have.
+        assert buffers["acc"].shape[0] == 256 * 32 * (1 if whole else positions // 512)
+
+
 def test_a_policy_in_float32_is_refused_on_a_card():
     with pytest.raises(NotImplementedError, match="bfloat16"):
         region_program("residual_add", (((T, H), "float32"),) * 2, {})
