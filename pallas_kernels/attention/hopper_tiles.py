@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -20,8 +21,32 @@ from pallas_kernels.hopper_tools import drain, swizzled
 #: Tokens whose sequence and position a block looks up at once.
 LOOKUP = 128
 NONE = 2**30
+#: Every warp holds all of the looked-up array, so that its reductions need no other warp.
+LANES = plgpu.Layout.TILED(
+    plgpu.Tiling(((LOOKUP,), (LOOKUP // 32,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+)
 #: Where in the array of neighbouring owners the loader tells the others which sequence comes next.
 PLAN = LOOKUP + 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How the two warpgroups of a block share the tensor cores. Changes no bit.
+
+    ``ahead`` says when the next block's scores start: "none" in its own turn, "softmax" before this block's softmax,
+    "values" together with this block's values. ``turns`` lets one warpgroup's softmax run under the other's products.
+    ``parts`` are how many column parts the values are computed in. ``held`` columns of the earlier splits' values wait
+    in registers, the others in shared memory. ``heavy_first`` starts the blocks with the most keys first.
+    """
+
+    ahead: str = "none"
+    turns: bool = False
+    parts: int = 1
+    held: int = 64
+    heavy_first: bool = False
+    skip_empty: bool = False
+    replicated: bool = False
+
 
 
 def tiled_attention(
@@ -34,6 +59,7 @@ def tiled_attention(
     single_tokens: bool = True,
     stages: int = 2,
     staged_weights: bool = False,
+    overlap: Overlap = Overlap(),
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(q [T, H*D], k, v, positions [T], owners [T][, block_table]) -> out [T, H*D]``.
 
@@ -48,7 +74,12 @@ def tiled_attention(
     paged = isinstance(source, Paged)
     split_blocks = schedule.split // B
     # The earlier splits' values wait here while a split runs: these columns in registers, the others in shared memory.
-    held = min(D, 64)
+    held = min(D, overlap.held)
+    width = D // overlap.parts
+    edges = sorted({held, D, *range(0, D, width)})
+    spans = list(zip(edges, edges[1:], strict=False))
+    turns = overlap.turns and consumers == 2
+    tiles = pl.cdiv(T, tile)
 
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
@@ -59,9 +90,11 @@ def tiled_attention(
         looked, q_full, k_full, v_full, v_dirty, v_clean, k_empty, v_empty, planned, taken = (
             next(names) for _ in range(10)
         )
+        turn = next(names) if turns else None
         staged_smem = next(names, None)
         warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
-        first_token = lax.axis_index("tile") * tile
+        number = lax.axis_index("tile")
+        first_token = (tiles - 1 - number if overlap.heavy_first else number) * tile
 
         @pl.when(warpgroup == consumers)
         def _load() -> None:
@@ -73,7 +106,7 @@ def tiled_attention(
                 rows = pl.ds(first_token + number * ROWS, ROWS)
                 plgpu.copy_gmem_to_smem(q_TC.at[rows, pl.ds(head * D, D)], q_smem.at[number], q_full.at[number])
             plgpu.barrier_wait(looked)
-            lane = plgpu.Layout.WG_STRIDED((LOOKUP,), vec_size=1)
+            lane = LANES if overlap.replicated else plgpu.Layout.WG_STRIDED((LOOKUP,), vec_size=1)
             index = plgpu.broadcasted_iota(jnp.int32, (LOOKUP,), 0, layout=lane)
             position, owner = (plgpu.load(lookup.at[row], layout=lane) for row in range(2))
             mine = (owner >= 0) & (index < tile) & (index + first_token < T)
@@ -160,16 +193,31 @@ def tiled_attention(
             position_R = plgpu.load(lookup.at[0, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             owner_R = plgpu.load(lookup.at[1, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             inside = first_token + last_row < T
-            nothing = softmax.empty_state(D)
-            held_nothing = nothing.acc_RD[:, :held]
+            nothing = softmax.empty_state(width)
+            zeros_RD = softmax.empty_state(D).acc_RD
+            start = (nothing.max_R, nothing.sum_R, (nothing.acc_RD,) * overlap.parts)
             if waiting is not None:
-                waiting[...] = nothing.acc_RD[:, held:]
+                waiting[...] = zeros_RD[:, held:]
+            if turns:
+                pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
+
+            def take_turn() -> None:
+                if turns:
+                    plgpu.barrier_wait(turn.at[warpgroup])
+
+            def give_turn() -> None:
+                if turns:
+                    plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
             def planned_sequence() -> tuple[jax.Array, ...]:
                 plgpu.barrier_wait(planned)
                 what = neighbours[PLAN], neighbours[PLAN + 1], neighbours[PLAN + 2]
                 plgpu.barrier_arrive(taken)
                 return what
+
+            def columns_of(acc: tuple[jax.Array, ...], first: int, end: int) -> jax.Array:
+                part, inside = divmod(first, width)
+                return acc[part] if end - first == width else acc[part][:, inside : inside + end - first]
 
             def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 current, last, misaligned, done, *totals = carry
@@ -179,17 +227,21 @@ def tiled_attention(
                 alone = inside & (lookup[1, first_row] == current) & (lookup[1, last_row] == current)
                 unmasked = jnp.where(alone, lax.div(lookup[0, first_row] + 1, jnp.int32(B)), 0)
 
-                def one_block(block: jax.Array, state: State, masked: bool) -> State:
-                    slot = lax.rem(done + block, jnp.int32(stages))
-                    plgpu.barrier_wait(k_full.at[slot])
-                    raw_RB = softmax.scores(q_RD, k_smem.at[slot], B)
-                    plgpu.barrier_arrive(k_empty.at[slot])
-                    if masked:
-                        column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
-                        limit_RB = lax.broadcast_in_dim(limit_R - block * B, (ROWS, B), (0,))
-                        raw_RB = jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
-                    state, weights = softmax.weigh(state, raw_RB, schedule.exponent_scale)
+                def mask(raw_RB: jax.Array, block: jax.Array, masked: bool) -> jax.Array:
+                    if not masked:
+                        return raw_RB
+                    column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
+                    limit_RB = lax.broadcast_in_dim(limit_R - block * B, (ROWS, B), (0,))
+                    return jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
 
+                def weigh(
+                    part: tuple[jax.Array, ...], raw_RB: jax.Array, block: jax.Array, masked: bool
+                ) -> tuple[jax.Array, jax.Array, softmax.Weights]:
+                    before = State(part[0], part[1], nothing.acc_RD)
+                    state, weights = softmax.weigh(before, mask(raw_RB, block, masked), schedule.exponent_scale)
+                    return state.max_R, state.sum_R, weights
+
+                def wait_values(block: jax.Array, slot: jax.Array) -> None:
                     @pl.when(block < blocks - 1)
                     def _() -> None:
                         plgpu.barrier_wait(v_full.at[slot])
@@ -198,32 +250,192 @@ def tiled_attention(
                     def _() -> None:
                         plgpu.barrier_wait(v_clean.at[slot])
 
-                    state = softmax.accumulate(state, weights, v_smem.at[slot], D, staged)
-                    plgpu.barrier_arrive(v_empty.at[slot])
-                    return state
+                def values_of(slot: jax.Array, number: int) -> jax.Ref:
+                    whole = v_smem.at[slot]
+                    return whole if overlap.parts == 1 else whole.at[:, pl.ds(number * width, width)]
 
-                def one_split(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                def add_values(
+                    acc: tuple[jax.Array, ...], weights: softmax.Weights, slot: jax.Array, first: int = 0
+                ) -> tuple[jax.Array, ...]:
+                    added = []
+                    for number, acc_RD in enumerate(acc[first:], first):
+                        state = State(weights.shrink_R, weights.shrink_R, acc_RD)
+                        state = softmax.accumulate(state, weights, values_of(slot, number), width, staged)
+                        added.append(state.acc_RD)
+                    return tuple(added)
+
+                def one_block(block: jax.Array, part: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
+                    slot = lax.rem(done + block, jnp.int32(stages))
+                    plgpu.barrier_wait(k_full.at[slot])
+
+                    def product(acc: jax.Ref) -> jax.Array:
+                        plgpu.wgmma(acc, q_RD, k_smem.at[slot].transpose((1, 0)))
+                        give_turn()
+                        return acc[...]
+
+                    raw_RB = pl.run_scoped(product, plgpu.ACC((ROWS, B), jnp.float32))
+                    plgpu.barrier_arrive(k_empty.at[slot])
+                    max_R, sum_R, weights = weigh(part, raw_RB, block, masked)
+                    wait_values(block, slot)
+                    if turns:
+                        sum_R, max_R, *weights = lax.optimization_barrier((sum_R, max_R, *weights))
+                        weights = softmax.Weights(*weights)
+                    take_turn()
+                    acc = add_values(part[2], weights, slot)
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    return max_R, sum_R, acc
+
+                def final_block(
+                    block: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array]
+                ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+                    part, raw_RB = carry
+                    slot = lax.rem(done + block, jnp.int32(stages))
+                    max_R, sum_R, weights = weigh(part, raw_RB, block, masked=True)
+                    wait_values(block, slot)
+                    take_turn()
+                    acc = add_values(part[2], weights, slot)
+                    give_turn()
+                    plgpu.barrier_arrive(v_empty.at[slot])
+                    return (max_R, sum_R, acc), no_scores
+
+                def scores_under_softmax(
+                    block: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array], masked: bool
+                ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+                    part, raw_RB = carry
+                    slot = lax.rem(done + block, jnp.int32(stages))
+                    ahead = lax.rem(done + block + 1, jnp.int32(stages))
+                    plgpu.barrier_wait(k_full.at[ahead])
+
+                    def under(next_RB: jax.Ref) -> tuple[tuple[jax.Array, ...], jax.Array]:
+                        plgpu.wgmma(next_RB, q_RD, k_smem.at[ahead].transpose((1, 0)))
+                        max_R, sum_R, weights = weigh(part, raw_RB, block, masked)
+                        plgpu.barrier_wait(v_full.at[slot])
+                        acc = add_values(part[2], weights, slot)
+                        plgpu.barrier_arrive(v_empty.at[slot])
+                        raw = plgpu.wgmma_accumulator_load(next_RB, wait_n=0)
+                        plgpu.barrier_arrive(k_empty.at[ahead])
+                        return (max_R, sum_R, acc), raw
+
+                    return pl.run_scoped(under, plgpu.ACC((ROWS, B), jnp.float32))
+
+                def scores_beside_values(
+                    block: jax.Array, carry: tuple[tuple[jax.Array, ...], jax.Array], masked: bool
+                ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+                    part, raw_RB = carry
+                    slot = lax.rem(done + block, jnp.int32(stages))
+                    ahead = lax.rem(done + block + 1, jnp.int32(stages))
+                    max_R, sum_R, weights = weigh(part, raw_RB, block, masked)
+                    if turns:
+                        sum_R, max_R, *weights = lax.optimization_barrier((sum_R, max_R, *weights))
+                        weights = softmax.Weights(*weights)
+                    plgpu.barrier_wait(v_full.at[slot])
+                    plgpu.barrier_wait(k_full.at[ahead])
+                    left = weights.weights_RB
+                    if staged is not None:
+                        staged[...] = left
+                        plgpu.commit_smem()
+                        left = staged
+                    take_turn()
+
+                    def beside(first_RD: jax.Ref, next_RB: jax.Ref) -> tuple[tuple[jax.Array, ...], jax.Array]:
+                        plgpu.wgmma(first_RD, left, values_of(slot, 0))
+                        plgpu.wgmma(next_RB, q_RD, k_smem.at[ahead].transpose((1, 0)))
+                        if overlap.parts == 1:
+                            give_turn()
+                        values_RD = plgpu.wgmma_accumulator_load(first_RD, wait_n=1)
+                        acc = (part[2][0] * weights.shrink_R[:, None] + values_RD,)
+                        if overlap.parts == 1:
+                            plgpu.barrier_arrive(v_empty.at[slot])
+                        for number in range(1, overlap.parts):
+
+                            def rest(acc: jax.Ref, number: int = number) -> jax.Array:
+                                plgpu.wgmma(acc, left, values_of(slot, number))
+                                if number == overlap.parts - 1:
+                                    give_turn()
+                                return acc[...]
+
+                            values_RD = pl.run_scoped(rest, plgpu.ACC((ROWS, width), jnp.float32))
+                            acc += (part[2][number] * weights.shrink_R[:, None] + values_RD,)
+                        raw = plgpu.wgmma_accumulator_load(next_RB, wait_n=0)
+                        plgpu.barrier_arrive(k_empty.at[ahead])
+                        if overlap.parts > 1:
+                            plgpu.barrier_arrive(v_empty.at[slot])
+                        return (max_R, sum_R, acc), raw
+
+                    accumulators = (plgpu.ACC((ROWS, width), jnp.float32), plgpu.ACC((ROWS, B), jnp.float32))
+                    return pl.run_scoped(beside, *accumulators)
+
+                no_scores = plgpu.layout_cast(jnp.zeros((ROWS, B), jnp.float32), softmax.WGMMA)
+                block_of = {"softmax": scores_under_softmax, "values": scores_beside_values}.get(overlap.ahead)
+
+                def part_of(
+                    first: jax.Array, end: jax.Array, raw: jax.Array | None
+                ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+                    if block_of is None:
+                        middle = jnp.minimum(jnp.maximum(first, unmasked), end)
+                        part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), start)
+                        return lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part), None
+                    followed = jnp.minimum(end, blocks - 1)
+                    middle = jnp.minimum(jnp.maximum(first, unmasked), followed)
+                    carry = (start, raw)
+                    carry = lax.fori_loop(first, middle, lambda b, s: block_of(b, s, masked=False), carry)
+                    carry = lax.fori_loop(middle, followed, lambda b, s: block_of(b, s, masked=True), carry)
+                    return lax.fori_loop(followed, end, final_block, carry)
+
+                def one_split(number: jax.Array, carry: tuple[object, ...]) -> tuple[object, ...]:
+                    totals, raw = carry
                     first = number * split_blocks
                     end = jnp.minimum(first + split_blocks, blocks)
-                    middle = jnp.minimum(jnp.maximum(first, unmasked), end)
-                    part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), nothing)
-                    part = lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part)
+                    (part_max_R, part_sum_R, acc), raw = part_of(first, end, raw)
+                    part = State(part_max_R, part_sum_R, acc[0])
                     max_R, sum_R, rule = softmax.merge_sums(totals[0], totals[1], part)
-                    if waiting is not None:
-                        stored = plgpu.load(waiting, layout=softmax.WGMMA)
-                        waiting[...] = rule.values(stored, part.acc_RD[:, held:])
-                    return max_R, sum_R, rule.values(totals[2], part.acc_RD[:, :held])
+                    kept = []
 
+                    def join_waiting(merged: bool) -> None:
+                        for low, high in spans:
+                            if high <= held:
+                                continue
+                            place = waiting if high - low == D - held else waiting.at[:, pl.ds(low - held, high - low)]
+                            new = columns_of(acc, low, high)
+                            if merged:
+                                new = rule.values(plgpu.load(place, layout=softmax.WGMMA), new)
+                            place[...] = new
+
+                    if overlap.skip_empty:
+                        # Joined to the empty state, a state stays as it is.
+                        fresh = done + number == 0
+                        pl.when(fresh)(lambda: join_waiting(False))
+                        pl.when(jnp.logical_not(fresh))(lambda: join_waiting(True))
+                    else:
+                        join_waiting(True)
+                    for index, (low, high) in enumerate(span for span in spans if span[1] <= held):
+                        kept.append(rule.values(totals[2][index], columns_of(acc, low, high)))
+                    return (max_R, sum_R, tuple(kept)), raw
+
+                raw = None
+                if block_of is not None:
+                    slot = lax.rem(done, jnp.int32(stages))
+                    plgpu.barrier_wait(k_full.at[slot])
+                    raw = softmax.scores(q_RD, k_smem.at[slot], B)
+                    plgpu.barrier_arrive(k_empty.at[slot])
                 splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
-                max_R, sum_R, held_RD = lax.fori_loop(0, splits, one_split, tuple(totals))
+                (max_R, sum_R, held_RD), _ = lax.fori_loop(0, splits, one_split, (tuple(totals), raw))
                 if not paged:
                     # Such a copy would have read other rows. NaN is refused downstream; a wrong number would not be.
                     sum_R = jnp.where((owner_R == current) & (misaligned > 0), jnp.nan, sum_R)
                 return *planned_sequence(), done + blocks, max_R, sum_R, held_RD
 
-            carry = (*planned_sequence(), jnp.int32(0), nothing.max_R, nothing.sum_R, held_nothing)
-            *_, sum_R, held_RD = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
-            q_RD[:, :held] = softmax.finish(sum_R, held_RD)
+            kept = tuple(zeros_RD[:, low:high] for low, high in spans if high <= held)
+            carry = (*planned_sequence(), jnp.int32(0), nothing.max_R, nothing.sum_R, kept)
+            if overlap.ahead == "none":
+                take_turn()
+            *_, sum_R, kept = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
+            if turns:
+                if overlap.ahead == "none":
+                    give_turn()
+                pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+            for columns_RD, (low, high) in zip(kept, spans, strict=False):
+                q_RD[:, low:high] = softmax.finish(sum_R, columns_RD)
             if waiting is not None:
                 q_RD[:, held:] = softmax.finish(sum_R, plgpu.load(waiting, layout=softmax.WGMMA))
             plgpu.commit_smem()
@@ -240,12 +452,12 @@ def tiled_attention(
     return plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, H * D), jnp.bfloat16),),
-        grid=(H, pl.cdiv(T, tile)),
-        grid_names=("head", "tile"),
+        grid=(tiles, H) if overlap.heavy_first else (H, tiles),
+        grid_names=("tile", "head") if overlap.heavy_first else ("head", "tile"),
         num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name="isojax_attention_tiles",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=256),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0 if overlap.replicated else 256),
         scratch_types=(
             plgpu.SMEM((consumers, ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
@@ -263,6 +475,7 @@ def tiled_attention(
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=consumers),
+            *((plgpu.Barrier(num_barriers=2),) if turns else ()),
             *staging,
         ),
     )
