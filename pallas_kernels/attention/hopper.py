@@ -9,7 +9,7 @@ from functools import partial
 from pallas_kernels.attention.hopper_decode import combine_splits, decode_attention
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule
 from pallas_kernels.attention.hopper_source import Packed, Paged
-from pallas_kernels.attention.hopper_tiles import Overlap, tiled_attention
+from pallas_kernels.attention.hopper_tiles import APART, Overlap, tiled_attention
 from pallas_kernels.hopper_tools import sm_count
 from pallas_kernels.program import Buffer, Program, Step
 
@@ -23,7 +23,7 @@ def attention_program(
     scale: float,
     split: int,
     staged_weights: bool = False,
-    overlap: Overlap = Overlap(),
+    overlap: Overlap = APART,
 ) -> Program:
     """``(q [T, H, D], k [T, K, D], v [T, K, D], positions [T], segment_ids [T], layer) -> out [T, H, D]``.
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -23,7 +24,7 @@ LOOKUP = 128
 NONE = 2**30
 #: Every warp holds all of the looked-up array, so that its reductions need no other warp.
 LANES = plgpu.Layout.TILED(
-    plgpu.Tiling(((LOOKUP,), (LOOKUP // 32,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((LOOKUP,), (32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
 )
 #: Where in the array of neighbouring owners the loader tells the others which sequence comes next.
 PLAN = LOOKUP + 16
@@ -46,7 +47,10 @@ class Overlap:
     heavy_first: bool = False
     skip_empty: bool = False
     replicated: bool = False
+    early_exit: bool = False
 
+
+APART = Overlap()
 
 
 def tiled_attention(
@@ -59,7 +63,7 @@ def tiled_attention(
     single_tokens: bool = True,
     stages: int = 2,
     staged_weights: bool = False,
-    overlap: Overlap = Overlap(),
+    overlap: Overlap = APART,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(q [T, H*D], k, v, positions [T], owners [T][, block_table]) -> out [T, H*D]``.
 
@@ -77,7 +81,7 @@ def tiled_attention(
     held = min(D, overlap.held)
     width = D // overlap.parts
     edges = sorted({held, D, *range(0, D, width)})
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(itertools.pairwise(edges))
     turns = overlap.turns and consumers == 2
     tiles = pl.cdiv(T, tile)
 
@@ -342,7 +346,8 @@ def tiled_attention(
                         plgpu.wgmma(next_RB, q_RD, k_smem.at[ahead].transpose((1, 0)))
                         if overlap.parts == 1:
                             give_turn()
-                        values_RD = plgpu.wgmma_accumulator_load(first_RD, wait_n=1)
+                        # The barrier keeps what uses the values behind the wait.
+                        values_RD = lax.optimization_barrier(plgpu.wgmma_accumulator_load(first_RD, wait_n=1))
                         acc = (part[2][0] * weights.shrink_R[:, None] + values_RD,)
                         if overlap.parts == 1:
                             plgpu.barrier_arrive(v_empty.at[slot])
@@ -441,7 +446,7 @@ def tiled_attention(
             plgpu.commit_smem()
             rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
             plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, pl.ds(head * D, D)])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=overlap.early_exit)
 
     layout = swizzled(D)
     waiting_columns: tuple[object, ...] = ()
@@ -457,7 +462,9 @@ def tiled_attention(
         num_threads=consumers + 1,
         thread_name="warpgroup",
         kernel_name="isojax_attention_tiles",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0 if overlap.replicated else 256),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0 if overlap.replicated else 256
+        ),
         scratch_types=(
             plgpu.SMEM((consumers, ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
