@@ -33,7 +33,7 @@ TOKENS = tuple(sorted({count * length for count, length in SHAPES}))
 RAGGED = (1, 7, 520, 1031, 64, 2049, 128, 1536, 333, 1)
 #: Seconds without a word from the timing process after which it is taken to hang.
 PATIENCE = 40
-_LEAN = {"held": 0, "replicated": True, "heavy_first": True, "skip_empty": True, "early_exit": True}
+_LEAN = {"held": 0, "replicated": True, "heavy_first": True, "skip_empty": True, "early_exit": True, "bundle": 2}
 VARIANTS = {
     "default": Overlap(),
     "scores under softmax, 2 parts": Overlap(ahead="softmax", parts=2, **_LEAN),
@@ -47,7 +47,8 @@ VARIANTS = {
     "lean": Overlap(**_LEAN),
     "lean, half held": Overlap(**{**_LEAN, "held": 64}),
     "heavy first": Overlap(heavy_first=True),
-    "scores under softmax, 2 parts, light first": Overlap(ahead="softmax", parts=2, **{**_LEAN, "heavy_first": False}),
+    "scores under softmax, 2 parts, bundle 1": Overlap(ahead="softmax", parts=2, **{**_LEAN, "bundle": 1}),
+    "scores under softmax, 2 parts, bundle 4": Overlap(ahead="softmax", parts=2, **{**_LEAN, "bundle": 4}),
 }
 
 

@@ -38,6 +38,9 @@ class Overlap:
     "values" together with this block's values. ``turns`` lets one warpgroup's softmax run under the other's products.
     ``parts`` are how many column parts the values are computed in. ``held`` columns of the earlier splits' values wait
     in registers, the others in shared memory. ``heavy_first`` starts the blocks with the most keys first.
+    ``skip_empty`` stores the first split's values without joining them to nothing. ``replicated`` has every warp of the
+    loader look all tokens up, which spares it the others' answers. ``early_exit`` ends once the results have left
+    shared memory. ``bundle`` heads are taken by one block, one after the other; it divides the number of heads.
     """
 
     ahead: str = "none"
@@ -48,6 +51,7 @@ class Overlap:
     skip_empty: bool = False
     replicated: bool = False
     early_exit: bool = False
+    bundle: int = 1
 
 
 APART = Overlap()
@@ -96,19 +100,15 @@ def tiled_attention(
         )
         turn = next(names) if turns else None
         staged_smem = next(names, None)
-        warpgroup, head = lax.axis_index("warpgroup"), lax.axis_index("head")
+        warpgroup, first_head = lax.axis_index("warpgroup"), lax.axis_index("head") * overlap.bundle
         number = lax.axis_index("tile")
         first_token = (tiles - 1 - number if overlap.heavy_first else number) * tile
 
         @pl.when(warpgroup == consumers)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            columns = pl.ds(lax.div(head, jnp.int32(group)) * D, D)
             plgpu.copy_gmem_to_smem(positions_T.at[pl.ds(first_token, LOOKUP)], lookup.at[0], looked)
             plgpu.copy_gmem_to_smem(owners_T.at[pl.ds(first_token, LOOKUP)], lookup.at[1], looked)
-            for number in range(consumers):
-                rows = pl.ds(first_token + number * ROWS, ROWS)
-                plgpu.copy_gmem_to_smem(q_TC.at[rows, pl.ds(head * D, D)], q_smem.at[number], q_full.at[number])
             plgpu.barrier_wait(looked)
             lane = LANES if overlap.replicated else plgpu.Layout.WG_STRIDED((LOOKUP,), vec_size=1)
             index = plgpu.broadcasted_iota(jnp.int32, (LOOKUP,), 0, layout=lane)
@@ -138,47 +138,54 @@ def tiled_attention(
                 neighbours[PLAN + 2] = lax.rem(first_row, jnp.int32(ROW_STEP))
                 plgpu.barrier_arrive(planned)
 
-            def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                number, current, done = carry
-                here = mine & (owner == current)
-                last = jnp.max(jnp.where(here, position, -1))
-                # With packed keys position 0 is in the batch, as many rows back as the position says.
-                first_row = first_token + jnp.max(jnp.where(here, index - position, -NONE))
-                publish(number, current, last, first_row)
-                blocks = lax.div(last, jnp.int32(B)) + 1
+            def one_head(member: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                columns = pl.ds(lax.div(first_head + member, jnp.int32(group)) * D, D)
 
-                def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
-                    slot = lax.rem(done, jnp.int32(stages))
-                    rows = source.rows(table, current, first_row, block * B, last)
+                def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    number, current, done = carry
+                    here = mine & (owner == current)
+                    last = jnp.max(jnp.where(here, position, -1))
+                    # With packed keys position 0 is in the batch, as many rows back as the position says.
+                    first_row = first_token + jnp.max(jnp.where(here, index - position, -NONE))
+                    publish(number, current, last, first_row)
+                    blocks = lax.div(last, jnp.int32(B)) + 1
 
-                    @pl.when(done >= stages)
-                    def _() -> None:
-                        plgpu.barrier_wait(k_empty.at[slot])
+                    def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
+                        slot = lax.rem(done, jnp.int32(stages))
+                        rows = source.rows(table, current, first_row, block * B, last)
 
-                    source.load(k_C, rows, columns, k_smem.at[slot], k_full.at[slot])
+                        @pl.when(done >= stages)
+                        def _() -> None:
+                            plgpu.barrier_wait(k_empty.at[slot])
 
-                    @pl.when(done >= stages)
-                    def _() -> None:
-                        plgpu.barrier_wait(v_empty.at[slot])
+                        source.load(k_C, rows, columns, k_smem.at[slot], k_full.at[slot])
 
-                    @pl.when(block < blocks - 1)
-                    def _() -> None:
-                        source.load(v_C, rows, columns, v_smem.at[slot], v_full.at[slot])
+                        @pl.when(done >= stages)
+                        def _() -> None:
+                            plgpu.barrier_wait(v_empty.at[slot])
 
-                    @pl.when(block == blocks - 1)
-                    def _() -> None:
-                        source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
-                        plgpu.barrier_wait(v_dirty)
-                        zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
-                        plgpu.barrier_arrive(v_clean.at[slot])
+                        @pl.when(block < blocks - 1)
+                        def _() -> None:
+                            source.load(v_C, rows, columns, v_smem.at[slot], v_full.at[slot])
 
-                    return done + 1
+                        @pl.when(block == blocks - 1)
+                        def _() -> None:
+                            source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
+                            plgpu.barrier_wait(v_dirty)
+                            zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
+                            plgpu.barrier_arrive(v_clean.at[slot])
 
-                return number + 1, following(current), lax.fori_loop(0, blocks, one_block, done)
+                        return done + 1
 
-            start = (jnp.int32(0), following(jnp.int32(-1)), jnp.int32(0))
-            number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
-            publish(number, jnp.int32(NONE), jnp.int32(0), jnp.int32(0))
+                    return number + 1, following(current), lax.fori_loop(0, blocks, one_block, done)
+
+                number, done = carry
+                start = (number, following(jnp.int32(-1)), done)
+                number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
+                publish(number, jnp.int32(NONE), jnp.int32(0), jnp.int32(0))
+                return number + 1, done
+
+            _, done = lax.fori_loop(0, overlap.bundle, one_head, (jnp.int32(0), jnp.int32(0)))
             plgpu.barrier_wait(taken)
             drain(k_empty, stages, done)
             drain(v_empty, stages, done)
@@ -192,16 +199,14 @@ def tiled_attention(
             staged = staged_smem.at[warpgroup] if staged_weights else None
             first_row = pl.multiple_of(warpgroup * ROWS, ROWS)
             last_row = first_row + ROWS - 1
+            rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
             plgpu.barrier_wait(looked)
-            plgpu.barrier_wait(q_full.at[warpgroup])
             position_R = plgpu.load(lookup.at[0, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             owner_R = plgpu.load(lookup.at[1, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             inside = first_token + last_row < T
             nothing = softmax.empty_state(width)
             zeros_RD = softmax.empty_state(D).acc_RD
             start = (nothing.max_R, nothing.sum_R, (nothing.acc_RD,) * overlap.parts)
-            if waiting is not None:
-                waiting[...] = zeros_RD[:, held:]
             if turns:
                 pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
@@ -224,7 +229,7 @@ def tiled_attention(
                 return acc[part] if end - first == width else acc[part][:, inside : inside + end - first]
 
             def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                current, last, misaligned, done, *totals = carry
+                current, last, misaligned, done, joined, *totals = carry
                 blocks = lax.div(last, jnp.int32(B)) + 1
                 limit_R = jnp.where(owner_R == current, position_R, -1)
                 # Where all rows are of this sequence, the blocks before the first row's own need no mask.
@@ -408,7 +413,7 @@ def tiled_attention(
 
                     if overlap.skip_empty:
                         # Joined to the empty state, a state stays as it is.
-                        fresh = done + number == 0
+                        fresh = joined + number == 0
                         pl.when(fresh)(lambda: join_waiting(False))
                         pl.when(jnp.logical_not(fresh))(lambda: join_waiting(True))
                     else:
@@ -428,25 +433,34 @@ def tiled_attention(
                 if not paged:
                     # Such a copy would have read other rows. NaN is refused downstream; a wrong number would not be.
                     sum_R = jnp.where((owner_R == current) & (misaligned > 0), jnp.nan, sum_R)
-                return *planned_sequence(), done + blocks, max_R, sum_R, held_RD
+                return *planned_sequence(), done + blocks, joined + splits, max_R, sum_R, held_RD
 
-            kept = tuple(zeros_RD[:, low:high] for low, high in spans if high <= held)
-            carry = (*planned_sequence(), jnp.int32(0), nothing.max_R, nothing.sum_R, kept)
-            if overlap.ahead == "none":
-                take_turn()
-            *_, sum_R, kept = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
-            if turns:
+            def one_head(member: jax.Array, done: jax.Array) -> jax.Array:
+                columns = pl.ds((first_head + member) * D, D)
+                plgpu.copy_gmem_to_smem(q_TC.at[rows, columns], q_RD, q_full.at[warpgroup])
+                if waiting is not None:
+                    waiting[...] = zeros_RD[:, held:]
+                kept = tuple(zeros_RD[:, low:high] for low, high in spans if high <= held)
+                carry = (*planned_sequence(), done, jnp.int32(0), nothing.max_R, nothing.sum_R, kept)
+                plgpu.barrier_wait(q_full.at[warpgroup])
+                if overlap.ahead == "none":
+                    take_turn()
+                carry = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
                 if overlap.ahead == "none":
                     give_turn()
+                done, _, _, sum_R, kept = carry[3:]
+                for columns_RD, (low, high) in zip(kept, spans, strict=False):
+                    q_RD[:, low:high] = softmax.finish(sum_R, columns_RD)
+                if waiting is not None:
+                    q_RD[:, held:] = softmax.finish(sum_R, plgpu.load(waiting, layout=softmax.WGMMA))
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, columns])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=overlap.early_exit)
+                return done
+
+            lax.fori_loop(0, overlap.bundle, one_head, jnp.int32(0))
+            if turns:
                 pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
-            for columns_RD, (low, high) in zip(kept, spans, strict=False):
-                q_RD[:, low:high] = softmax.finish(sum_R, columns_RD)
-            if waiting is not None:
-                q_RD[:, held:] = softmax.finish(sum_R, plgpu.load(waiting, layout=softmax.WGMMA))
-            plgpu.commit_smem()
-            rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
-            plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, pl.ds(head * D, D)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=overlap.early_exit)
 
     layout = swizzled(D)
     waiting_columns: tuple[object, ...] = ()
@@ -457,7 +471,7 @@ def tiled_attention(
     return plgpu.kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, H * D), jnp.bfloat16),),
-        grid=(tiles, H) if overlap.heavy_first else (H, tiles),
+        grid=(tiles, H // overlap.bundle) if overlap.heavy_first else (H // overlap.bundle, tiles),
         grid_names=("tile", "head") if overlap.heavy_first else ("head", "tile"),
         num_threads=consumers + 1,
         thread_name="warpgroup",
