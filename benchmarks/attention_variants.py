@@ -204,6 +204,10 @@ def measure(programs: dict[str, dict[int, SealedProgram]], wanted: list[str], re
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"
             traceback.print_exc()
+            # A failed launch spoils the process for every later one.
+            report.put(("row", row))
+            report.put(("spoilt", name))
+            return
         report.put(("row", row))
     report.put(("library", ""))
     report.put(("row", library_row(timed, microseconds)))
@@ -247,7 +251,9 @@ def supervise(programs: dict[str, dict[int, SealedProgram]], keep: Callable[[dic
             except queue.Empty:
                 if process.is_alive() and time.monotonic() - quiet < PATIENCE:
                     continue
-                reason = f"no word for {PATIENCE} s" if process.is_alive() else f"ended with {process.exitcode}"
+                reason = (
+                    f"no word for {PATIENCE} s" if process.is_alive() else f"ended with exit code {process.exitcode}"
+                )
                 keep({"variant": current, "failed": f"{reason}, after: {what}"})
                 # What fails before the first form fails for all of them.
                 finished = what == "set up" or current not in waiting
@@ -257,6 +263,9 @@ def supervise(programs: dict[str, dict[int, SealedProgram]], keep: Callable[[dic
                 keep(word)
             elif what in ("starts", "library"):
                 current = word
+            elif what == "spoilt":
+                waiting = waiting[waiting.index(word) + 1 :]
+                break
             elif what == "done":
                 waiting = []
                 break
