@@ -30,7 +30,7 @@ def prefill(compiler: Compiler, count: int, length: int, split: int) -> dict[str
     starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
     found = _against_library(
         lambda: run(q, k, v, positions, segments, layer)[0],
-        lambda: _flash_attention(q, k, v, starts, length, length, cu_seqlens_k=starts),
+        lambda: flash_attention(q, k, v, starts, length, length, cu_seqlens_k=starts),
     )
     flops = 4 * count * length * length * H * D / 2
     return {"what": f"prefill {count} x {length}", **found, "tflops": flops / found["us"] / 1e6}
@@ -47,7 +47,7 @@ def decode(compiler: Compiler, count: int, length: int, split: int, page: int) -
     used = torch.full((count,), length, dtype=torch.int32, device="cuda")
     found = _against_library(
         lambda: run(q, *caches, table, owner, positions)[0][:count],
-        lambda: _flash_attention(q[:count], *caches, starts, 1, length, seqused_k=used, block_table=table),
+        lambda: flash_attention(q[:count], *caches, starts, 1, length, seqused_k=used, block_table=table),
     )
     moved = 2 * count * length * K * D * 2
     return {"what": f"decode {count} x {length}", "page": page, **found, "tb_per_s": moved / found["us"] / 1e6}
@@ -96,7 +96,7 @@ def _against_library(ours: Callable[[], torch.Tensor], library: Callable[[], tor
     }
 
 
-def _flash_attention(
+def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int, history: int, **keys: Any
 ) -> torch.Tensor:
     """vLLM's own attention on this card, causal."""
