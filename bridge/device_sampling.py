@@ -32,10 +32,10 @@ def uniforms(seeds_N: np.ndarray, indices_N: np.ndarray) -> np.ndarray:
 def draw_rows(log_probs_NV: torch.Tensor, u_N: torch.Tensor, greedy_N: torch.Tensor | None) -> torch.Tensor:
     """The token of each row, int64 [N]: its argmax where greedy, else the one that `u` in [0, 1) selects.
 
-    greedy_N: None where no row is. Inverse transform sampling over probabilities counted in units of 2^-52: float64 adds
-    whole numbers up to 2^53 exactly in any order, so a row's token does not depend on how the device adds, and neither
-    on its neighbours. A row that holds NaN gives some token of the vocabulary; its log-probability is NaN, by which the
-    caller knows it.
+    greedy_N: None where no row is. Inverse transform sampling over probabilities counted in units of 2^-52: float64
+    adds whole numbers up to 2^53 exactly in any order, so a row's token does not depend on how the device adds, and
+    neither on its neighbours. A row that holds NaN gives some token of the vocabulary; its log-probability is NaN, by
+    which the caller knows it.
     """
     vocabulary = log_probs_NV.shape[1]
     # Counts of units, whole numbers: dividing by a power of two is exact, also in float32.

@@ -17,7 +17,7 @@ from jax import lax
 from pallas_kernels.attention import hopper_softmax as softmax
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
 from pallas_kernels.attention.hopper_source import ROW_STEP, Packed, Paged, zero_rows
-from pallas_kernels.hopper_tools import drain, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, drain, swizzled
 
 #: Tokens whose sequence and position a block looks up at once.
 LOOKUP = 128
@@ -468,7 +468,7 @@ def tiled_attention(
         columns = swizzled(D - held, "float32")
         waiting_columns = (plgpu.SMEM((consumers, ROWS, D - held), jnp.float32, transforms=columns),)
     staging = (plgpu.SMEM((consumers, ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
-    return plgpu.kernel(
+    return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, H * D), jnp.bfloat16),),
         grid=(tiles, H // overlap.bundle) if overlap.heavy_first else (H // overlap.bundle, tiles),
