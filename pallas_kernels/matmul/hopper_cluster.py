@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_large import CONSUMERS, tile_order
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
-from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
+from pallas_kernels.matmul.hopper_weights import load_rows
 
 ROWS = 64
 #: Leaves that a block sums in registers.
@@ -176,22 +176,12 @@ def cluster_matmul(
             plgpu.barrier_wait(taken.at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def ahead(*refs: jax.Ref) -> None:
-        @pl.when(lax.axis_index("warpgroup") == CONSUMERS)
-        def _() -> None:
-            _, column = tile_order(lax.axis_index("cluster"), row_tiles, column_tiles, tile.group)
-            first = lax.axis_index("member") * steps
-            for k in range(stages):
-                columns = pl.ds((first + k) * tile.depth, tile.depth)
-                prefetch_rows(refs[1 : 1 + weight_parts], column * tile.block_columns, tile.block_columns, columns)
-
     clusters = sm_count() // tile.parallel
     if tile.parallel > FILLING:
         clusters -= clusters % 32
     layout = swizzled(tile.depth)
     return chained_kernel(
         kernel,
-        ahead=ahead,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(min(row_tiles * column_tiles, clusters),),
         grid_names=("cluster",),
