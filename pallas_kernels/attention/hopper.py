@@ -7,7 +7,7 @@ from __future__ import annotations
 from pallas_kernels.attention.hopper_decode import Parts, combine_parts, decode_attention
 from pallas_kernels.attention.hopper_softmax import Schedule
 from pallas_kernels.attention.hopper_source import Packed, Paged
-from pallas_kernels.attention.hopper_tiles import APART, Overlap, tiled_attention
+from pallas_kernels.attention.hopper_tiles import tiled_attention
 from pallas_kernels.hopper_tools import sm_count
 from pallas_kernels.program import Buffer, Program, Step
 
@@ -24,7 +24,6 @@ def attention_program(
     scale: float,
     split: int,
     staged_weights: bool = False,
-    overlap: Overlap = APART,
 ) -> Program:
     """``(q [T, H, D], k [T, K, D], v [T, K, D], positions [T], segment_ids [T], layer) -> out [T, H, D]``.
 
@@ -32,7 +31,7 @@ def attention_program(
     Rows of segment -1 are padding and become zero. ``layer`` is not read: it only names the layer.
     """
     schedule = Schedule(D, split, scale)
-    kernel = tiled_attention(T, H, K, schedule, Packed(schedule.block), staged_weights=staged_weights, overlap=overlap)
+    kernel = tiled_attention(T, H, K, schedule, Packed(schedule.block), staged_weights=staged_weights)
     buffers = {"q": Buffer((T, H, D), "bfloat16"), "out": Buffer((T, H, D), "bfloat16")}
     buffers |= dict.fromkeys(("k", "v"), Buffer((T, K, D), "bfloat16"))
     buffers |= dict.fromkeys(("positions", "segment_ids"), Buffer((T,), "int32"))

@@ -164,9 +164,12 @@ def test_rotated_keys_and_values_go_to_their_rows_of_the_cache():
         assert bool((cache.reshape(-1, K, D)[slots[slots >= 0]] == rows[slots >= 0]).all())
 
 
-def test_attention_of_two_packed_sequences():
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids=["a block takes two heads", "a block takes one head"])
+def test_attention_of_two_packed_sequences(multiprocessors, monkeypatch):
+    from pallas_kernels.attention import hopper_tiles
     from pallas_kernels.attention.hopper import attention_program
 
+    monkeypatch.setattr(hopper_tiles, "sm_count", lambda: multiprocessors)
     lengths, T, D = (40, 29), 72, 64
     positions, segments = np.zeros(T, np.int32), np.full(T, -1, np.int32)
     for number, (first, length) in enumerate(zip((0, 40), lengths, strict=True)):
