@@ -13,6 +13,7 @@ from bridge.gates.card import Card, Launch, Operands
 from bridge.gates.families import Family, families
 from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
 from bridge.gates.inputs import operands_of
+from bridge.torch_ops import compiled
 from pallas_kernels.region import REGIONS
 from pallas_kernels.seal import SealedProgram
 
@@ -48,12 +49,12 @@ def _check(card: Card, program: SealedProgram, many_rows: bool) -> list[Hit]:
 
 def run_in_xla(program: SealedProgram, operands: Operands) -> tuple[torch.Tensor, ...]:
     """The region's primitive under jit on this device: on a card the custom call of the loaded sealed bytes."""
-    region, constants = REGIONS[program.region], dict(program.constants)
+    region = compiled(REGIONS[program.region], program.constants)
     if operands[program.operands[0]].is_cuda:
         torch.cuda.synchronize()
     arrays = [jax.dlpack.from_dlpack(operands[name]) for name in program.operands]
-    results = jax.block_until_ready(jax.jit(lambda *given: region.bind(*given, **constants))(*arrays))
-    return tuple(torch.from_dlpack(result) for result in (results if isinstance(results, tuple) else (results,)))
+    results = jax.block_until_ready(region(*arrays))
+    return tuple(map(torch.from_dlpack, results))
 
 
 def _longest(operands: Operands) -> int:
