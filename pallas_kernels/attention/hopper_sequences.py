@@ -65,16 +65,30 @@ def find_sequences(
     position, owner = (plgpu.load(lookup.at[row], layout=LANES) for row in range(2))
     mine = (owner >= 0) & (index < tile) & (index + first_token < T)
     if not single_tokens:
-        notes[pl.ds(1, LOOKUP)] = owner
-        notes[0] = owners_T[jnp.maximum(first_token - 1, 0)]
-        notes[LOOKUP + 1] = owners_T[jnp.minimum(first_token + LOOKUP, T - 1)]
-        # A thread reads here what its neighbours wrote, and nothing else makes it wait for them.
-        plgpu.commit_smem()
-        before, after = (plgpu.load(notes.at[pl.ds(at, LOOKUP)], layout=LANES) for at in (0, 2))
-        starts = (index + first_token == 0) | (before != owner)
-        ends = (index + first_token == T - 1) | (after != owner)
-        mine = mine & (jnp.where(starts & ends, 1, 0) == 0)
+        mine = mine & (_alone(lookup, notes, owners_T, first_token) == 0)
     return Sequences(first_token, index, position, owner, mine)
+
+
+def _alone(lookup: jax.Ref, notes: jax.Ref, owners_T: jax.Ref, first_token: jax.Array) -> jax.Array:
+    """One where a token is the only one of its owner in the batch, else zero, int32 [LOOKUP]."""
+    (T,) = owners_T.shape
+    # One element a thread: the copies of `LANES` go through ldmatrix and stmatrix, whose rows start at multiples of 16
+    # bytes, and neighbours do not.
+    layout = plgpu.Layout.WG_STRIDED((LOOKUP,), vec_size=1)
+    index = plgpu.broadcasted_iota(jnp.int32, (LOOKUP,), 0, layout=layout)
+    owner = plgpu.load(lookup.at[1], layout=layout)
+    notes[pl.ds(1, LOOKUP)] = owner
+    notes[0] = owners_T[jnp.maximum(first_token - 1, 0)]
+    notes[LOOKUP + 1] = owners_T[jnp.minimum(first_token + LOOKUP, T - 1)]
+    # A thread reads what others wrote, here and below, and nothing else makes it wait for them.
+    plgpu.commit_smem()
+    before, after = (plgpu.load(notes.at[pl.ds(at, LOOKUP)], layout=layout) for at in (0, 2))
+    starts = (index + first_token == 0) | (before != owner)
+    ends = (index + first_token == T - 1) | (after != owner)
+    plgpu.commit_smem()
+    notes[pl.ds(0, LOOKUP)] = jnp.where(starts & ends, 1, 0)
+    plgpu.commit_smem()
+    return plgpu.load(notes.at[pl.ds(0, LOOKUP)], layout=LANES)
 
 
 @dataclasses.dataclass(frozen=True)

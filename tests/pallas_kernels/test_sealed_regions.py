@@ -1,9 +1,13 @@
 """Every region lowers for sm90 on a machine without a card, and XLA's call holds exactly the sealed bytes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from bundle_samples import matmul_types, unlowered
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
 
 import pallas_kernels as kernels
 from contracts.errors import BadBundle, KernelMissing
@@ -66,6 +70,49 @@ def test_every_launch_waits_for_the_one_before(name):
     for module in seal_region(REGIONS[name], types, parameters).modules:
         for needed in (b"mosaic_gpu.uses_pdl", b"griddepcontrol.wait;", b"griddepcontrol.launch_dependents;"):
             assert needed in module.module, f"{module.name}: {needed!r}"
+
+
+#: What a register layout of several dimensions is read or written through: ldmatrix and stmatrix, for 32-bit integers
+#: too. Their rows start at multiples of 16 bytes.
+_MATRIX = re.compile(r"memref\.expand_shape.*?: \(memref<\d+xi32, strided<\[1\], offset: (\d+)>")
+
+
+def _text(module):
+    with mlir.make_ir_context() as context:
+        context.allow_unregistered_dialects = True
+        return ir.Module.parse(module).operation.get_asm()
+
+
+@pytest.mark.parametrize("name", ["attention", "paged_attention"])
+def test_no_row_of_a_matrix_copy_is_misaligned(name):
+    """A card says `misaligned address`; the interpreter does not know."""
+    operands, parameters = CALLS[name]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    for module in seal_region(REGIONS[name], types, parameters).modules:
+        offsets = [int(offset) for offset in _MATRIX.findall(_text(module.module))]
+        assert all(offset % 4 == 0 for offset in offsets), f"{module.name}: {offsets}"
+
+
+def test_a_planted_misaligned_copy_is_found():
+    import jax.experimental.pallas as pl
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    from pallas_kernels.attention.hopper_sequences import LANES, LOOKUP
+    from pallas_kernels.program import Buffer, Program, Step
+
+    def shifted(x, out, notes):
+        notes[pl.ds(1, LOOKUP)] = plgpu.load(x, layout=LANES, optimized=False)
+        out[...] = plgpu.load(notes.at[pl.ds(2, LOOKUP)], layout=plgpu.Layout.WG_STRIDED((LOOKUP,), vec_size=1))
+
+    kernel = plgpu.kernel(
+        shifted,
+        out_type=(jax.ShapeDtypeStruct((LOOKUP,), jnp.int32),),
+        scratch_types=(plgpu.SMEM((2 * LOOKUP,), jnp.int32),),
+    )
+    buffers = {name: Buffer((LOOKUP,), "int32") for name in ("x", "out")}
+    program = Program(buffers, ("x",), ("out",), (Step("shifted", kernel, ("x",), ("out",)),))
+    (module,) = seal_program("planted", "1", {}, program).modules
+    assert _MATRIX.findall(_text(module.module)) == ["1"]
 
 
 def emitted(name, operands, parameters):
