@@ -52,14 +52,15 @@ $(SEAL_READY): requirements/sm90.txt pyproject.toml
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
+CORES := $(shell nproc 2>/dev/null || echo 2)
 # One worker more than there are cores: engines start and end with seconds of waiting.
-WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
+WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 
 # What needs the sealing JAX is skipped by the first call and is all that the second one runs.
 test: $(READY) $(if $(SEAL_PYTHON),$(SEAL_READY))
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 ifneq ($(SEAL_PYTHON),)
-	$(SEAL_BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
+	$(SEAL_BIN)/python -m pytest -n $(CORES) --dist loadfile -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
 else
 	@echo "NOT RUN: the tests that seal sm90 kernels. They need Python 3.12; set SEAL_PYTHON=/path/to/python3.12"
 endif

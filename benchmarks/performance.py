@@ -50,7 +50,8 @@ _INTRODUCTION = """
 Made by `benchmarks/performance.py` from the files in `benchmarks/results/`, which hold card, versions, date and
 command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs larger than the L2 cache; each time is a
 median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Ratios
-above their aim are work to be done.
+above their aim are work to be done. The engine's rows, those of prefill and the step's kernels were measured before
+matmul and attention got their present form.
 """
 
 
