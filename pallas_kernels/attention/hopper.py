@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from pallas_kernels.attention.hopper_decode import Parts, combine_parts, decode_attention
+from pallas_kernels.attention.hopper_decode import decode_attention
+from pallas_kernels.attention.hopper_parts import Parts, combine_parts
 from pallas_kernels.attention.hopper_softmax import Schedule
 from pallas_kernels.attention.hopper_source import Packed, Paged
 from pallas_kernels.attention.hopper_tiles import tiled_attention

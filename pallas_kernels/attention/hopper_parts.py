@@ -1,0 +1,139 @@
+"""How the work on single tokens over paged keys is cut on sm90, and the kernel that merges what was cut."""
+
+# Dimension letters: T tokens, H query heads, K key heads, G query heads of a key head, D head size, E head size padded
+# to whole warpgroups, L tokens looked up at once.
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention import hopper_softmax as softmax
+from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
+from pallas_kernels.hopper_tools import chained_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How the work on single tokens is cut, and the memory that its states take.
+
+    ``most`` parts can exist at once. With ``whole`` a part is a whole token, whose splits merge in registers in the
+    declared order; otherwise it is one split.
+    """
+
+    T: int
+    H: int
+    K: int
+    D: int
+    most: int
+    whole: bool
+
+    @property
+    def G(self) -> int:
+        return self.H // self.K
+
+    @property
+    def L(self) -> int:
+        """Tokens that are looked up at once."""
+        return min(512, max(128, 1 << (self.T - 1).bit_length()))
+
+    @property
+    def E(self) -> int:
+        """Columns of a state in memory: each thread of a warpgroup reads as many."""
+        return -(-self.D // 128) * 128
+
+    @property
+    def acc(self) -> tuple[int, int]:
+        """Shape of the weighted values, float32: a row a query head of a part."""
+        return self.most * self.H, self.E
+
+    @property
+    def stats(self) -> tuple[int, int, int]:
+        """Shape of maxima and sums, float32, by item."""
+        return self.most * self.K, 2, ROWS
+
+    @property
+    def first_part(self) -> tuple[int]:
+        """Shape of the number of each token's first part, int32; -1 where the token is not single."""
+        return (pl.cdiv(self.T, self.L) * self.L,)
+
+
+def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[..., tuple[jax.Array, ...]]:
+    """The kernel ``(acc, stats, first_part, positions [T], out [T*H*D]) -> out``, which it writes in place.
+
+    Merges the parts of each single token in ascending order; other tokens' rows it leaves alone. A block takes
+    ``heads`` neighbouring query heads, which moves no bit.
+    """
+    T, H, K, G, D, E = parts.T, parts.H, parts.K, parts.G, parts.D, parts.E
+    # Parts whose loads are under way at once, so that their latencies overlap: more where few blocks share the card.
+    at_once = max(1, (16 if heads == 1 else 8) // heads)
+    column = plgpu.Layout.WG_STRIDED((E,), vec_size=1)
+
+    def everywhere(value: jax.Array | float, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+        return plgpu.layout_cast(jnp.full((E,), value, dtype), column)
+
+    def kernel(
+        acc: jax.Ref,
+        stats: jax.Ref,
+        first_part_T: jax.Ref,
+        positions_T: jax.Ref,
+        out_before: jax.Ref,
+        out_C: jax.Ref,
+        out_smem: jax.Ref,
+    ) -> None:
+        # The result as an operand: it is the same memory.
+        del out_before
+        token, first_head = lax.axis_index("token"), lax.axis_index("heads") * heads
+        first_part, position = first_part_T[token], positions_T[token]
+
+        def load(part: jax.Array, head: jax.Array) -> State:
+            # A thread takes a column; a row's maximum and sum are in every thread.
+            key_head = lax.div(head, jnp.int32(G))
+            item, row = part * K + key_head, head - key_head * G
+            values = plgpu.load(acc.at[part * H + head], layout=column)
+            return State(everywhere(stats[item, 0, row]), everywhere(stats[item, 1, row]), values)
+
+        @pl.when(first_part >= 0)
+        def _() -> None:
+            used = jnp.int32(1) if parts.whole else lax.div(position, jnp.int32(schedule.split)) + 1
+
+            def some_parts(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                places = [number * at_once + offset for offset in range(at_once)]
+                found = [
+                    [load(first_part + jnp.minimum(place, used - 1), first_head + head) for head in range(heads)]
+                    for place in places
+                ]
+                states = [State(*totals[3 * head : 3 * head + 3]) for head in range(heads)]
+                for place, read in zip(places, found, strict=True):
+                    exists = everywhere(place, jnp.int32) < used
+                    for head in range(heads):
+                        merged = softmax.merge(states[head], read[head])
+                        pairs = zip(merged, states[head], strict=True)
+                        states[head] = State(*(jnp.where(exists, new, old) for new, old in pairs))
+                return tuple(value for state in states for value in state)
+
+            nothing = (everywhere(-jnp.inf), everywhere(0.0), everywhere(0.0)) * heads
+            totals = lax.fori_loop(0, lax.div(used - 1, jnp.int32(at_once)) + 1, some_parts, nothing)
+            for head in range(heads):
+                out_smem[pl.ds(head * E, E)] = softmax.finish(*totals[3 * head + 1 : 3 * head + 3])
+            plgpu.commit_smem()
+            for head in range(heads):
+                row = out_C.at[pl.ds((token * H + first_head + head) * D, D)]
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(head * E, D)], row)
+            plgpu.wait_smem_to_gmem(0)
+
+    return chained_kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((T * H * D,), jnp.bfloat16),),
+        grid=(H // heads, T),
+        grid_names=("heads", "token"),
+        kernel_name="isojax_attention_combine",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types=(plgpu.SMEM((heads * E,), jnp.bfloat16),),
+    )
