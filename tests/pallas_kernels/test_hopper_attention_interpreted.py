@@ -1,0 +1,79 @@
+"""The attention kernels' sources, run in Pallas's GPU interpreter on small shapes: right, and free of data races."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreted_samples import close, normal, run
+
+pytestmark = [pytest.mark.sealing, pytest.mark.slow]
+
+
+def _attention(q, k, v):
+    """Causal attention of one key head in float32: q [N, H, D], k and v [L, D], queries last."""
+    scores = jnp.einsum("nhd,ld->hnl", q.astype(jnp.float32), k.astype(jnp.float32)) * q.shape[-1] ** -0.5
+    visible = jnp.arange(len(k)) <= jnp.arange(len(k) - len(q), len(k))[:, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+    return jnp.einsum("hnl,ld->nhd", weights, v.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids=["a block takes two heads", "a block takes one head"])
+def test_attention_of_two_packed_sequences(multiprocessors, monkeypatch):
+    from pallas_kernels.attention import hopper_tiles
+    from pallas_kernels.attention.hopper import attention_program
+
+    monkeypatch.setattr(hopper_tiles, "sm_count", lambda: multiprocessors)
+    lengths, T, D = (40, 29), 72, 64
+    positions, segments = np.zeros(T, np.int32), np.full(T, -1, np.int32)
+    for number, (first, length) in enumerate(zip((0, 40), lengths, strict=True)):
+        positions[first : first + length] = np.arange(length)
+        segments[first : first + length] = number
+    q, k, v = normal(0, T, 2, D), normal(1, T, 1, D), normal(2, T, 1, D)
+    program = attention_program(T, 2, 1, D, scale=0.125, split=256, staged_weights=True)
+    (out,) = run(program, q, k, v, jnp.asarray(positions), jnp.asarray(segments), jnp.int32(0))
+    for first, length in zip((0, 40), lengths, strict=True):
+        rows = slice(first, first + length)
+        close(out[rows], _attention(q[rows], k[rows, 0], v[rows, 0]), 2e-2)
+    assert bool((out[69:] == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "split"),
+    [({"blocks": 3}, 128), ({"blocks": 40}, 256), ({"blocks": 3, "scratch_bytes": 0}, 256)],
+    ids=str,
+)
+def test_attention_over_pages(options, split):
+    """Contexts that end inside, at and beyond a block's and a split's edge, between them requests of several tokens."""
+    # (first position, tokens) of each request, and two rows of padding after each that has several tokens.
+    requests = [(0, 1), (126, 1), (127, 1), (3, 5), (255, 1), (256, 1), (250, 10), (520, 1)]
+    _check_attention_over_pages(requests, 0, 32, split, options)
+
+
+@pytest.mark.parametrize("at", [506, 511])
+def test_single_tokens_of_a_batch_that_is_looked_up_in_turns(at):
+    _check_attention_over_pages([(40, 1), (129, 1), (3, 5), (255, 1)], at, 528, 128, {"blocks": 2})
+
+
+def _check_attention_over_pages(requests, at, T, split, options):
+    """``at``: the first row of the batch that is not padding."""
+    from pallas_kernels.attention.hopper import paged_attention_program
+
+    H, K, D, page, pages_each = 2, 2, 64, 128, 5
+    owner, positions, rows = np.full(T, -1, np.int32), np.zeros(T, np.int32), []
+    for number, (first, count) in enumerate(requests):
+        rows.append(slice(at, at + count))
+        owner[rows[-1]], positions[rows[-1]] = number, np.arange(first, first + count)
+        at += count + 2 * (count > 1)
+    pages = pages_each * len(requests)
+    table = np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(len(requests), pages_each)
+    q, k, v = normal(0, T, H, D), normal(1, pages, page, K, D), normal(2, pages, page, K, D)
+    sizes = {"pages": pages, "page": page, "requests": len(requests), "request_pages": pages_each}
+    program = paged_attention_program(T, H, K, D, **sizes, scale=0.125, split=split, staged_weights=True, **options)
+    (out,) = run(program, q, k, v, *map(jnp.asarray, (table, owner, positions)))
+    for number, (first, count) in enumerate(requests):
+        keys, values = (cache[table[number]].reshape(-1, K, D)[: first + count] for cache in (k, v))
+        for head in range(K):
+            heads = slice(head * H // K, (head + 1) * H // K)
+            expected = _attention(q[rows[number], heads], keys[:, head], values[:, head])
+            close(out[rows[number], heads], expected, 2e-2)
+    assert bool((out[owner < 0] == 0).all())
