@@ -63,7 +63,7 @@ def prefill_step(compiler: Compiler, count: int, length: int, split: int, page: 
     used = torch.full((count,), length, dtype=torch.int32, device="cuda")
     found = _against_library(
         lambda: run(q, *caches, table, owner, positions)[0],
-        lambda: _flash_attention(q, *caches, starts, length, length, seqused_k=used, block_table=table),
+        lambda: flash_attention(q, *caches, starts, length, length, seqused_k=used, block_table=table),
     )
     flops = 4 * count * length * length * H * D / 2
     return {"what": f"prefill step {count} x {length}", "page": page, **found, "tflops": flops / found["us"] / 1e6}

@@ -34,7 +34,7 @@ def chained_kernel(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """`plgpu.kernel`, whose blocks may be placed before the launch before has ended; they read nothing until then.
 
-    That hides the cost of a launch, about a microsecond, and moves no bit. ``ahead``, given the same references, may
+    That hides part of a launch's cost and moves no bit. ``ahead``, given the same references, may
     fetch into the L2 cache meanwhile, and nothing else: that cache is the same for all, so what is written there later
     is what will be read.
     """

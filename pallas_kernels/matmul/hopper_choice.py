@@ -51,7 +51,7 @@ def _candidates(leaves: int, depth: int) -> Iterator[LargeTile | ClusterTile]:
 
 
 def estimate(tile: LargeTile | ClusterTile, T: int, N: int, K: int, leaves: int) -> float:
-    """Microseconds, within some 10% of what an H200 takes on large shapes.
+    """Microseconds on an H200, good enough to rank tiles: where it is not, the measured table has the shape.
 
     A block's tile takes as long as its operations, or as what it must read if that is slower; tiles take turns on the
     multiprocessors, so a last round that is not full costs as much as a full one.

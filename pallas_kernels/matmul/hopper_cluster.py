@@ -24,6 +24,8 @@ MOST_LEAVES = 4
 #: Clusters of this many blocks or fewer fill the card. Its multiprocessors come in groups of 16 or 18, so larger ones
 #: leave some idle, and one cluster more than there is room for would wait for a whole round.
 FILLING = 2
+#: Multiprocessors that larger clusters are sure to find.
+WHOLE_GROUPS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +178,7 @@ def cluster_matmul(
             plgpu.barrier_wait(taken.at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    clusters = sm_count() // tile.parallel
-    if tile.parallel > FILLING:
-        clusters -= clusters % 32
+    clusters = (sm_count() if tile.parallel <= FILLING else WHOLE_GROUPS) // tile.parallel
     layout = swizzled(tile.depth)
     return chained_kernel(
         kernel,
