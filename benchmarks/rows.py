@@ -30,7 +30,7 @@ def main() -> None:
     source = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     # A kernel and not copy_: inside a graph that becomes a memcpy node, which the slower copy engine runs.
-    copied, _ = microseconds([lambda: torch.neg(source, out=target)], repeats=3)
+    copied, _ = microseconds([lambda: torch.neg(source, out=target)], repeats=3)  # noqa: F821  (it is deleted after the calls)
     del target
     bandwidth = 2 * source.numel() * 2 / copied / 1e6
     rows: list[dict[str, Any]] = [{"what": "copy (torch.neg)", "tb_per_s": bandwidth}]
