@@ -29,6 +29,7 @@ SMALL = [
 LARGE = [
     *(LargeTile(columns=columns) for columns in (48, 64, 96, 128, 192, 256)),
     *(LargeTile(columns=columns, cluster=2) for columns in (96, 128, 192, 256)),
+    *(LargeTile(rows=128, columns=columns) for columns in (48, 64, 96, 128, 192)),
     LargeTile(columns=128, run=2),
     LargeTile(columns=64, depth=128, stages=5),
 ]
@@ -53,6 +54,8 @@ def _cases(T: int, N: int, K: int, leaves: int) -> list[Case]:
     small = [tile for tile in SMALL if T <= 128 and leaves % tile.parallel == 0]
     # Narrow tiles are for not many tokens, and those that share weights for more than one row of tiles.
     large = [tile for tile in LARGE if T > 64 and tile.columns <= WIDEST[leaves]]
+    # Tall ones leave no registers for a second leaf's sum.
+    large = [tile for tile in large if tile.rows == 64 or (leaves == 1 and T > 128)]
     large = [tile for tile in large if (tile.columns >= 128 or T <= 512) and (tile.cluster == 1 or T > 128)]
     large = [tile for tile in large if tile.run == 4 or leaves > 2]
     cluster = [tile for tile in CLUSTER if 64 < T <= 512 and leaves in (tile.parallel, 2 * tile.parallel)]
