@@ -102,12 +102,17 @@ def measure(cases: list[Case], runs: dict[Case, Launcher]) -> list[dict[str, Any
     return rows
 
 
+def _wanted(tile: Tile, text: str | None) -> bool:
+    return text is not None and text in repr(tile)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
     parser.add_argument("--tokens", default="8,64,128,256,1024,8192")
     parser.add_argument("--leaves", default="1,4")
     parser.add_argument("--chosen", action="store_true", help="time the committed choice alone, not all tiles")
+    parser.add_argument("--tile", help="beside the committed choice, only tiles whose text has this in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -117,7 +122,12 @@ def main() -> None:
         for T, count in itertools.product(tokens, leaves)
         for N, K in (*SHAPES, *([HEAD] if count == 1 else []))
     ]
-    groups = [[Case(*shape, choose_tile(*shape))] if arguments.chosen else _cases(*shape) for shape in shapes]
+    groups = [_cases(*shape) for shape in shapes]
+    if arguments.chosen or arguments.tile:
+        groups = [
+            [Case(*shape, choose_tile(*shape)), *(case for case in cases if _wanted(case.tile, arguments.tile))]
+            for shape, cases in zip(shapes, groups, strict=True)
+        ]
     cases = [case for group in groups for case in group]
     with ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool:
         sealed = {case: program for case, program in zip(cases, pool.map(_seal, cases), strict=True) if program}
