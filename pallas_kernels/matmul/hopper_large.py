@@ -25,8 +25,8 @@ class LargeTile:
 
     ``rows`` and ``columns`` are one warpgroup's tile; the two consumer warpgroups sit side by side along ``split``
     ("rows" or "columns"). ``group`` row tiles are walked together, so that they share weights in the L2 cache.
-    Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight
-    tile by multicast.
+    Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks share by multicast what is ``shared``: those
+    with neighbouring row tiles the "weights", those with neighbouring columns the "tokens".
     """
 
     rows: int = 64
@@ -37,6 +37,7 @@ class LargeTile:
     group: int = 8
     cluster: int = 1
     run: int = 4
+    shared: str = "weights"
 
     @property
     def block_rows(self) -> int:
@@ -97,8 +98,9 @@ def large_matmul(
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     if bias and N % tile.block_columns:
         raise ValueError(f"N={N} is not a multiple of {tile.block_columns}, and the bias is read in whole tiles")
-    row_tiles = pl.cdiv(T, tile.block_rows * tile.cluster)
-    column_tiles = pl.cdiv(N, tile.block_columns)
+    # Tiles of a cluster.
+    tall, wide = (tile.cluster, 1) if tile.shared == "weights" else (1, tile.cluster)
+    row_tiles, column_tiles = pl.cdiv(T, tile.block_rows * tall), pl.cdiv(N, tile.block_columns * wide)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
@@ -125,7 +127,8 @@ def large_matmul(
 
         def tile_origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
             row, column = tile_order(index, row_tiles, column_tiles, tile.group)
-            return (row * tile.cluster + member) * tile.block_rows, column * tile.block_columns
+            row, column = (row * tall + member, column) if tall > 1 else (row, column * wide + member)
+            return row * tile.block_rows, column * tile.block_columns
 
         @pl.when(warpgroup == CONSUMERS)
         def _load() -> None:
@@ -138,7 +141,9 @@ def large_matmul(
                 def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds(k * tile.depth, tile.depth)
                     rows = pl.ds(row, tile.block_rows)
-                    plgpu.copy_gmem_to_smem(x_TK.at[rows, along_k], x_smem.at[slot], full.at[slot])
+                    axes = "member" if wide > 1 else None
+                    source = x_TK.at[rows, along_k]
+                    plgpu.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot], collective_axes=axes)
                     load_rows(
                         weights,
                         column,
@@ -146,7 +151,7 @@ def large_matmul(
                         along_k,
                         w_smem.at[slot],
                         full.at[slot],
-                        collective_axes="member" if tile.cluster > 1 else None,
+                        collective_axes="member" if tall > 1 else None,
                     )
 
                 return fill(steps, stages, carry, empty, start)
