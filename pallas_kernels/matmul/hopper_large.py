@@ -84,12 +84,14 @@ def large_matmul(
     tile: LargeTile,
     weight_parts: int = 1,
     epilogue: Epilogue | None = None,
+    combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands.
 
     K is cut into ``leaves`` leaves, each one wgmma chain from zero, folded depth first as the declared tree. With an
     ``epilogue`` the kernel is ``(x, w, *operands) -> results`` and no tile is written. With two ``weight_parts`` the
-    weights are two operands, as `hopper_weights` makes them.
+    weights are two operands, as `hopper_weights` makes them. With ``combine`` the weights are two matrices below each
+    other, [2 * N, K], and the result is ``combine`` of both products, float32 in and out, elementwise.
     Raises ValueError where K does not divide into whole steps of every leaf.
     """
     if N % 64:
@@ -98,14 +100,19 @@ def large_matmul(
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     if bias and N % tile.block_columns:
         raise ValueError(f"N={N} is not a multiple of {tile.block_columns}, and the bias is read in whole tiles")
+    if combine and (tile.split != "rows" or epilogue or bias):
+        raise ValueError("two products meet in one warpgroup's tile, and nothing else is done with them")
+    # Columns of the result: with two products a tile's other half is the second one's.
+    width = tile.block_columns // (2 if combine else 1)
     # Tiles of a cluster.
     tall, wide = (tile.cluster, 1) if tile.shared == "weights" else (1, tile.cluster)
-    row_tiles, column_tiles = pl.cdiv(T, tile.block_rows * tall), pl.cdiv(N, tile.block_columns * wide)
+    row_tiles, column_tiles = pl.cdiv(T, tile.block_rows * tall), pl.cdiv(N, width * wide)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
     widest = 128 // jnp.dtype(out_dtype).itemsize
-    piece = next(width for width in (widest, widest // 2, widest // 4) if tile.columns % width == 0)
+    out_columns = tile.columns // (2 if combine else 1)
+    piece = next(size for size in (widest, widest // 2, widest // 4) if out_columns % size == 0)
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
     # Sums that do not fit the registers wait in shared memory, a level of the tree each.
     stashes = max(0, leaves.bit_length() - tile.run.bit_length())
@@ -128,7 +135,7 @@ def large_matmul(
         def tile_origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
             row, column = tile_order(index, row_tiles, column_tiles, tile.group)
             row, column = (row * tall + member, column) if tall > 1 else (row, column * wide + member)
-            return row * tile.block_rows, column * tile.block_columns
+            return row * tile.block_rows, column * width
 
         @pl.when(warpgroup == CONSUMERS)
         def _load() -> None:
@@ -144,15 +151,16 @@ def large_matmul(
                     axes = "member" if wide > 1 else None
                     source = x_TK.at[rows, along_k]
                     plgpu.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot], collective_axes=axes)
-                    load_rows(
-                        weights,
-                        column,
-                        tile.block_columns,
-                        along_k,
-                        w_smem.at[slot],
-                        full.at[slot],
-                        collective_axes="member" if tall > 1 else None,
-                    )
+                    for half in range(2 if combine else 1):
+                        load_rows(
+                            weights,
+                            column + half * N,
+                            width,
+                            along_k,
+                            w_smem.at[slot, pl.ds(half * width, width)],
+                            full.at[slot],
+                            collective_axes="member" if tall > 1 else None,
+                        )
 
                 return fill(steps, stages, carry, empty, start)
 
@@ -180,6 +188,8 @@ def large_matmul(
                 total = fold_runs(leaf, leaves, (tile.rows, tile.columns), waiting, tile.run)
                 out_row = row + (warpgroup * tile.rows if along_rows else 0)
                 out_column = column + (0 if along_rows else warpgroup * tile.columns)
+                if combine:
+                    total = combine(total[:, :width], total[:, width:])
                 if epilogue is not None:
                     epilogue.consume(total, further, results, out_row, out_column)
                     return carry + steps
@@ -187,7 +197,7 @@ def large_matmul(
                 if bias_N is not None:
                     total = add_bias(total, bias_N, out_column, 1)
                 for number, (r, c) in enumerate(
-                    itertools.product(range(0, tile.rows, 64), range(0, tile.columns, piece))
+                    itertools.product(range(0, tile.rows, 64), range(0, out_columns, piece))
                 ):
                     slot = out_smem.at[warpgroup, number % slots]
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
@@ -210,7 +220,7 @@ def large_matmul(
         plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((CONSUMERS, slots, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=3 if combine else 2, num_barriers=stages),
         empty,
     ]
     if stashes:

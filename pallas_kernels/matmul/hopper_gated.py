@@ -1,0 +1,24 @@
+"""The gate and up projections on sm90 with SwiGLU of both: what is in between never leaves the registers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.matmul.hopper_large import LargeTile, large_matmul
+from pallas_kernels.program import Buffer, Program, Step
+
+
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SwiGLU of two float32 products, each rounded to bfloat16 first, as the regions one after the other round."""
+    gate, up = (product.astype(jnp.bfloat16).astype(jnp.float32) for product in (gate, up))
+    silu = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(jnp.float32)
+    return silu * up
+
+
+def gated_matmul_program(T: int, I: int, K: int, *, tile: LargeTile) -> Program:  # noqa: E741
+    """``(x [T, K], w [2 * I, K]) -> out [T, I]`` in bfloat16, the gate's weights first."""
+    kernel = large_matmul(T, I, K, leaves=1, bias=False, out_dtype="bfloat16", tile=tile, combine=gated)
+    buffers = {"x": Buffer((T, K), "bfloat16"), "w": Buffer((2 * I, K), "bfloat16")}
+    buffers["out"] = Buffer((T, I), "bfloat16")
+    return Program(buffers, ("x", "w"), ("out",), (Step("gated_matmul", kernel, ("x", "w"), ("out",)),))
