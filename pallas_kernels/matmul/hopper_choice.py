@@ -21,6 +21,8 @@ WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
 COLUMNS = (48, 64, 96, 128, 192, 256)
 #: An H200 as the estimate sees it: operations and bytes a microsecond of one multiprocessor, bytes of the memory.
 OPERATIONS, INTAKE, MEMORY = 5.6e6, 1.0e5, 4.0e6
+#: How much faster a tile of 256 rows is than one of 128.
+TALL = 1.06
 #: Microseconds to start, to fold a leaf, and to exchange a cluster's sums at 128 columns.
 START, FOLD, EXCHANGE = 2.0, 0.2, 4.3
 
@@ -45,6 +47,9 @@ def _candidates(leaves: int, depth: int) -> Iterator[LargeTile | ClusterTile]:
     for columns in COLUMNS:
         if columns <= WIDEST[leaves]:
             yield LargeTile(columns=columns, depth=depth)
+    if leaves == 1:
+        # As wide as the registers allow: for as many tokens, less is read for as much work.
+        yield LargeTile(rows=128, columns=192, depth=depth)
     if leaves > 1:
         for columns in (64, 128):
             yield ClusterTile(columns=columns, depth=depth)
@@ -58,8 +63,8 @@ def estimate(tile: LargeTile | ClusterTile, T: int, N: int, K: int, leaves: int)
     """
     rows, columns = tile.block_rows, tile.block_columns
     tiles = -(-T // rows) * -(-N // columns)
-    # Wider tiles keep the tensor cores busier.
-    speed = OPERATIONS * columns / (columns + 16)
+    # Wider tiles keep the tensor cores busier, and so do taller ones.
+    speed = OPERATIONS * columns / (columns + 16) * (TALL if rows > 128 else 1)
     each = max(2 * rows * columns * K / speed, 2 * (rows + columns) * K / INTAKE) + FOLD * leaves
     blocks = sm_count()
     if isinstance(tile, ClusterTile):

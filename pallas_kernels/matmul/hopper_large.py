@@ -25,8 +25,8 @@ class LargeTile:
 
     ``rows`` and ``columns`` are one warpgroup's tile; the two consumer warpgroups sit side by side along ``split``
     ("rows" or "columns"). ``group`` row tiles are walked together, so that they share weights in the L2 cache.
-    Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks share by multicast what is ``shared``: those
-    with neighbouring row tiles the "weights", those with neighbouring columns the "tokens".
+    Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight
+    tile by multicast.
     """
 
     rows: int = 64
@@ -37,7 +37,6 @@ class LargeTile:
     group: int = 8
     cluster: int = 1
     run: int = 4
-    shared: str = "weights"
 
     @property
     def block_rows(self) -> int:
@@ -104,9 +103,7 @@ def large_matmul(
         raise ValueError("two products meet in one warpgroup's tile, and nothing else is done with them")
     # Columns of the result: with two products a tile's other half is the second one's.
     width = tile.block_columns // (2 if combine else 1)
-    # Tiles of a cluster.
-    tall, wide = (tile.cluster, 1) if tile.shared == "weights" else (1, tile.cluster)
-    row_tiles, column_tiles = pl.cdiv(T, tile.block_rows * tall), pl.cdiv(N, width * wide)
+    row_tiles, column_tiles = pl.cdiv(T, tile.block_rows * tile.cluster), pl.cdiv(N, width)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
@@ -134,8 +131,7 @@ def large_matmul(
 
         def tile_origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
             row, column = tile_order(index, row_tiles, column_tiles, tile.group)
-            row, column = (row * tall + member, column) if tall > 1 else (row, column * wide + member)
-            return row * tile.block_rows, column * width
+            return (row * tile.cluster + member) * tile.block_rows, column * width
 
         @pl.when(warpgroup == CONSUMERS)
         def _load() -> None:
@@ -148,9 +144,7 @@ def large_matmul(
                 def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds(k * tile.depth, tile.depth)
                     rows = pl.ds(row, tile.block_rows)
-                    axes = "member" if wide > 1 else None
-                    source = x_TK.at[rows, along_k]
-                    plgpu.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot], collective_axes=axes)
+                    plgpu.copy_gmem_to_smem(x_TK.at[rows, along_k], x_smem.at[slot], full.at[slot])
                     for half in range(2 if combine else 1):
                         load_rows(
                             weights,
@@ -159,7 +153,7 @@ def large_matmul(
                             along_k,
                             w_smem.at[slot, pl.ds(half * width, width)],
                             full.at[slot],
-                            collective_axes="member" if tall > 1 else None,
+                            collective_axes="member" if tile.cluster > 1 else None,
                         )
 
                 return fill(steps, stages, carry, empty, start)
