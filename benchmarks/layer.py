@@ -54,12 +54,12 @@ def _kernels(compiler: Compiler, T: int, length: int) -> dict[str, Callable[[Ten
 
     add_norm = _kernel(compiler, "add_rms_norm", [hidden, hidden, norm], {"eps": EPS})
     qkv, out = matmul(wide, HIDDEN, 1), matmul(HIDDEN, H * D, 4)
-    gate_up, down = matmul(2 * INNER, HIDDEN, 1), matmul(HIDDEN, INNER, 4)
+    down = matmul(HIDDEN, INNER, 4)
+    gate_up = _kernel(compiler, "gated_matmul", [hidden, ((2 * INNER, HIDDEN), b16)], {})
     rope_types = [((T, wide), b16), ((T, D), "float32"), tokens, cache, cache, ((D,), b16), ((D,), b16)]
     rope = _kernel(compiler, "paged_qk_norm_rope", rope_types, {"key_heads": K, "eps": EPS})
     attention_types = [((T, H, D), b16), cache, cache, ((T, per), i32), tokens, tokens]
     attention = _kernel(compiler, "paged_attention", attention_types, {"scale": D**-0.5, "split": 512})
-    swiglu = _kernel(compiler, "swiglu", [((T, 2 * INNER), b16)], {})
 
     return {
         "add_norm": lambda t: add_norm(t["x"], t["residual"], t["norm"]),
@@ -70,7 +70,6 @@ def _kernels(compiler: Compiler, T: int, length: int) -> dict[str, Callable[[Ten
         ].view(T, H * D),
         "out": lambda t: out(t["attended"], t["out"])[0],
         "gate_up": lambda t: gate_up(t["normed"], t["gate_up"])[0],
-        "swiglu": lambda t: swiglu(t["wide"])[0],
         "down": lambda t: down(t["inner"], t["down"])[0],
     }
 
@@ -82,8 +81,7 @@ def _layer(kernels: dict[str, Callable[[Tensors], Any]], t: Tensors) -> torch.Te
     attended = kernels["attention"](t | {"q": q, "keys": keys, "values": values})
     projected = kernels["out"](t | {"attended": attended})
     normed, _ = kernels["add_norm"](t | {"x": projected, "residual": residual})
-    wide = kernels["gate_up"](t | {"normed": normed})
-    return kernels["down"](t | {"inner": kernels["swiglu"](t | {"wide": wide})})
+    return kernels["down"](t | {"inner": kernels["gate_up"](t | {"normed": normed})})
 
 
 def _tensors(T: int, length: int) -> Tensors:
@@ -94,7 +92,7 @@ def _tensors(T: int, length: int) -> Tensors:
     found = {name: _bf16(T, HIDDEN) for name in ("x", "residual")}
     # What a kernel reads that is timed alone.
     found |= {"normed": _bf16(T, HIDDEN), "packed": _bf16(T, (H + 2 * K) * D), "q": _bf16(T, H, D)}
-    found |= {"attended": _bf16(T, H * D), "wide": _bf16(T, 2 * INNER), "inner": _bf16(T, INNER)}
+    found |= {"attended": _bf16(T, H * D), "inner": _bf16(T, INNER)}
     found |= {"norm": _bf16(HIDDEN), "q_norm": _bf16(D), "k_norm": _bf16(D)}
     found |= {"qkv": _bf16((H + 2 * K) * D, HIDDEN), "out": _bf16(HIDDEN, H * D)}
     found |= {"gate_up": _bf16(2 * INNER, HIDDEN), "down": _bf16(HIDDEN, INNER)}

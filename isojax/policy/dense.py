@@ -83,7 +83,7 @@ class DenseLayer(nnx.Module):
         normed, residual = pallas_kernels.add_rms_norm(
             attended, residual_TH, self.post_attention_norm[...], eps=config.rms_norm_eps
         )
-        gated = pallas_kernels.swiglu(pallas_kernels.matmul(normed, self.gate_up[...]))
+        gated = pallas_kernels.gated_matmul(normed, self.gate_up[...])
         fed = pallas_kernels.matmul(gated, self.down[...], leaves=config.leaves)
         return pallas_kernels.add_rms_norm(fed, residual, next_norm_H, eps=config.rms_norm_eps)
 

@@ -29,7 +29,7 @@ START, FOLD, EXCHANGE = 2.0, 0.2, 4.3
 
 def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile:
     """The tile for these shapes. within: columns that must be whole tiles, as where a bias is read along them."""
-    depth = next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
+    depth = _depth(K, leaves)
     if T <= SMALL_TOKENS:
         # At the fewest tokens too few blocks stream the weights: then two blocks share the leaves of a row.
         if leaves > 1 and T <= 32:
@@ -41,6 +41,21 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
         return measured
     candidates = [tile for tile in _candidates(leaves, min(depth, 64)) if within % tile.block_columns == 0]
     return min(candidates, key=lambda tile: estimate(tile, T, N, K, leaves))
+
+
+def choose_gated_tile(T: int, I: int, K: int) -> LargeTile | SmallTile:  # noqa: E741
+    """The tile for two matrices of I columns whose products meet in a warpgroup, half of its columns each."""
+    depth = _depth(K, 1)
+    if T <= SMALL_TOKENS:
+        return SmallTile(depth=depth, stages=6)
+    # A half is written in pieces of at least 16 columns, and only along rows does a warpgroup have both halves.
+    candidates = [tile for tile in _candidates(1, min(depth, 64)) if tile.columns % 32 == 0]
+    return min(candidates, key=lambda tile: estimate(tile, T, 2 * I, K, 1))
+
+
+def _depth(K: int, leaves: int) -> int:
+    """Columns of one step: as many as divide a leaf."""
+    return next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
 
 
 def _candidates(leaves: int, depth: int) -> Iterator[LargeTile | ClusterTile]:

@@ -229,6 +229,6 @@ def large_matmul(
         cluster_names=("member",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        kernel_name="isojax_matmul_large",
+        kernel_name="isojax_gated_matmul_large" if combine else "isojax_matmul_large",
         scratch_types=tuple(scratch),
     )

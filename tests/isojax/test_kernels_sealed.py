@@ -106,7 +106,7 @@ def test_smollm2_exports_from_its_gguf(tmp_path: Path) -> None:
         "matmul x[128,576] w[3072,576]",
         "matmul x[128,1536] w[576,1536]",
     }
-    assert len(bundle.modules) == 4 + 5 + 1 + 3 + 5 + 3
+    assert len(bundle.modules) == 4 + 5 + 1 + 3 + 5 + 3 + 1
 
 
 @pytest.mark.sealing

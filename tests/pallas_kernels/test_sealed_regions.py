@@ -33,6 +33,7 @@ _TABLE = jax.ShapeDtypeStruct((T, D), jnp.float32)
 _HEAT = jax.ShapeDtypeStruct((), jnp.float32)
 CALLS = {
     "matmul": ([_bf16(T, H), _bf16(256, H)], {"leaves": 2, "out_dtype": "bfloat16"}),
+    "gated_matmul": ([_bf16(T, H), _bf16(256, H)], {}),
     "rms_norm": ([_bf16(T, H), _bf16(H)], {"eps": 1e-6}),
     "add_rms_norm": ([_bf16(T, H), _bf16(T, H), _bf16(H)], {"eps": 1e-6}),
     "residual_add": ([_bf16(T, H), _bf16(T, H)], {}),

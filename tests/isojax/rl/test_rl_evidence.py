@@ -46,8 +46,7 @@ def test_a_capture_holds_every_region_of_every_layer_in_order(outputs):
         "attention",
         "matmul",
         "add_rms_norm",
-        "matmul",
-        "swiglu",
+        "gated_matmul",
         "matmul",
         "add_rms_norm",
     ]

@@ -1,0 +1,34 @@
+"""The gate and up projections on sm90 with SwiGLU of both: what is in between never leaves the registers."""
+
+# Dimension letters: T tokens, I columns of the result, K reduction.
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.matmul.hopper_choice import choose_gated_tile
+from pallas_kernels.matmul.hopper_large import LargeTile, large_matmul
+from pallas_kernels.matmul.hopper_small import SmallTile, small_matmul
+from pallas_kernels.program import Buffer, Program, Step
+
+
+def gated_matmul_program(T: int, I: int, K: int, *, tile: LargeTile | SmallTile | None = None) -> Program:  # noqa: E741
+    """``(x [T, K], w [2 * I, K]) -> out [T, I]`` in bfloat16, the gate's weights first.
+
+    ``tile`` overrides the choice, for the gates and to measure. Raises ValueError where T is no multiple of 8, I none of
+    64, or K does not divide into whole steps.
+    """
+    tile = tile or choose_gated_tile(T, I, K)
+    form = small_matmul if isinstance(tile, SmallTile) else large_matmul
+    kernel = form(T, I, K, leaves=1, bias=False, out_dtype="bfloat16", tile=tile, combine=gated)
+    buffers = {"x": Buffer((T, K), "bfloat16"), "w": Buffer((2 * I, K), "bfloat16")}
+    buffers["out"] = Buffer((T, I), "bfloat16")
+    return Program(buffers, ("x", "w"), ("out",), (Step("gated_matmul", kernel, ("x", "w"), ("out",)),))
+
+
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SwiGLU of two float32 products, each rounded to bfloat16 first, as the regions one after the other round."""
+    gate, up = (product.astype(jnp.bfloat16).astype(jnp.float32) for product in (gate, up))
+    silu = (gate / (1.0 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(jnp.float32)
+    return silu * up
