@@ -28,7 +28,7 @@ Results = tuple[torch.Tensor, ...]
 
 
 def trainer_and_engine_gate(card: Card) -> str:
-    """XLA's calls for a region, under gradients too, and the engine's launch give equal bits wherever a trainer calls."""
+    """XLA's calls of a region, under gradients too, and the engine's launch give equal bits for all a trainer calls."""
     found = [family for family in families(card.bundle.programs) if family.region not in ENGINE_ONLY]
     parts = check_all("trainer_and_engine", (part for family in found for part in _parts(card, family)))
     return f"{len(parts)} calls of {len({family.region for family in found})} regions; {caught(parts)}"

@@ -16,7 +16,7 @@ from pallas_kernels.program import Buffer, Program, Step
 def gated_matmul_program(T: int, I: int, K: int, *, tile: LargeTile | SmallTile | None = None) -> Program:  # noqa: E741
     """``(x [T, K], w [2 * I, K]) -> out [T, I]`` in bfloat16, the gate's weights first.
 
-    ``tile`` overrides the choice, for the gates and to measure. Raises ValueError where T is no multiple of 8, I none of
+    ``tile`` overrides the choice, for tests and to measure. Raises ValueError where T is no multiple of 8, I is none of
     64, or K does not divide into whole steps.
     """
     tile = tile or choose_gated_tile(T, I, K)

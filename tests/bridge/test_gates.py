@@ -83,9 +83,7 @@ def test_a_trainers_token_count_must_be_there_to_compare_with():
     card = _gated_alone()
     small = tuple(program for program in card.bundle.programs if tokens_of(program) < 128)
     with pytest.raises(DifferenceFound, match="no token count of a trainer's"):
-        GATES["trainer_and_engine"](
-            dataclasses.replace(card, bundle=dataclasses.replace(card.bundle, programs=small))
-        )
+        GATES["trainer_and_engine"](dataclasses.replace(card, bundle=dataclasses.replace(card.bundle, programs=small)))
 
 
 @pytest.mark.slow
