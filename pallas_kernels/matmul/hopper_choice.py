@@ -48,8 +48,10 @@ def choose_gated_tile(T: int, I: int, K: int) -> LargeTile | SmallTile:  # noqa:
     depth = _depth(K, 1)
     if T <= SMALL_TOKENS:
         return SmallTile(depth=depth, stages=6)
-    # A half is written in pieces of at least 16 columns, and only along rows does a warpgroup have both halves.
-    candidates = [tile for tile in _candidates(1, min(depth, 64)) if tile.columns % 32 == 0]
+    # Both halves in every warpgroup, side by side along rows, and each written in pieces of at least 16 columns.
+    candidates = [
+        tile for tile in _candidates(1, min(depth, 64)) if isinstance(tile, LargeTile) and tile.columns % 32 == 0
+    ]
     return min(candidates, key=lambda tile: estimate(tile, T, 2 * I, K, 1))
 
 

@@ -61,3 +61,22 @@ def test_a_bias_gets_whole_tiles():
         matmul_program(T, N, 1024, leaves=4, bias=True)
     with pytest.raises(ValueError, match="not a multiple of 128, and the bias"):
         matmul_program(256, 1088, 1024, leaves=4, bias=True, tile=LargeTile())
+
+
+@pytest.mark.parametrize("T", [8, 64, 128, 256, 2048])
+@pytest.mark.parametrize(("I", "K"), [(12288, 4096), (1536, 576), (128, 64)])
+def test_gate_and_up_get_tiles_in_which_a_warpgroup_has_both(T, I, K):  # noqa: E741
+    from pallas_kernels.gated_matmul.hopper import gated_matmul_program
+    from pallas_kernels.matmul.hopper_choice import choose_gated_tile
+    from pallas_kernels.matmul.hopper_large import LargeTile
+    from pallas_kernels.matmul.hopper_small import SmallTile
+
+    tile = choose_gated_tile(T, I, K)
+    assert type(tile) is (SmallTile if T <= 64 else LargeTile)
+    gated_matmul_program(T, I, K)
+    if (T, I) == (256, 12288):
+        # The fastest of eleven on an H200.
+        assert (tile.rows, tile.columns) == (128, 192)
+    for other in (LargeTile(split="columns"), SmallTile(depth=16, warpgroups=2)):
+        with pytest.raises(ValueError, match="two products meet in"):
+            gated_matmul_program(8, I, K, tile=other)

@@ -80,7 +80,7 @@ def test_nan_counts_as_the_largest_difference(outputs):
 
 
 def test_bisect_refuses_two_runs_that_are_not_of_one_forward(outputs):
-    with pytest.raises(BadConfig, match="call 10 of the two"):
+    with pytest.raises(BadConfig, match="call 9 of the two"):
         find_parting(outputs, outputs[:-1])
     with pytest.raises(BadConfig, match="call 0"):
         find_parting(outputs, [RegionOutput("matmul", None, outputs[0].results), *outputs[1:]])
