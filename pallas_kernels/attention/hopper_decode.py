@@ -28,7 +28,8 @@ from pallas_kernels.hopper_tools import chained_kernel, drain, swizzled
 NONE = 2**30
 #: TMA copies at most so many elements along a dimension.
 COPIED = 256
-#: The numbers that describe an item to the warpgroup that computes it, with room to a multiple of 16 bytes.
+#: The numbers that describe an item to the warpgroup that computes it, with room to a multiple of 16 bytes. The first
+#: is the row of ``out`` where the token has no other part, else the item's own number.
 PLAN = 4
 
 
@@ -41,10 +42,12 @@ def decode_attention(
     stages: int = 2,
     staged_weights: bool = False,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The kernel ``(q [T*H, D], k, v, positions [T], owners [T], block_table) -> (acc, stats, first_part)``.
+    """``(q [T*H, D], k, v, positions [T], owners [T], block_table, out [T*H, D]) -> (out[, acc, stats, first_part])``.
 
-    Its results are the states of all parts of tokens that are the only ones of their requests in the batch, in the
-    shapes that ``parts`` names; `combine_parts` merges them. ``blocks`` is the size of the grid and moves no bit.
+    The kernel takes the tokens that are the only ones of their requests in the batch. Those of one part it finishes in
+    place in ``out``; other rows it leaves alone. Unless parts are whole tokens, its further results are the states of
+    the others' parts, in the shapes that ``parts`` names, which `combine_parts` merges. ``blocks`` is the size of the
+    grid and moves no bit.
     """
     T, H, K, G, L = parts.T, parts.H, parts.K, parts.G, parts.L
     D, B = schedule.D, schedule.block
@@ -63,8 +66,12 @@ def decode_attention(
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
         q_RD, k_C, v_C, positions_T, owners_T, table = (next(names) for _ in range(6))
-        acc, stats, first_part_T = (next(names) for _ in range(3))
-        q_plain, q_smem, k_smem, v_smem, acc_smem, stats_smem = (next(names) for _ in range(6))
+        # The result as an operand: it is the same memory.
+        next(names)
+        out_RD = next(names)
+        acc, stats, first_part_T = (None if parts.whole else next(names) for _ in range(3))
+        q_plain, q_smem, k_smem, v_smem, results = (next(names) for _ in range(5))
+        out_smem, (acc_smem, stats_smem) = (results, (None, None)) if parts.whole else results
         lookup, neighbours, sums, plan = (next(names) for _ in range(4))
         looked, q_full, k_full, v_full, k_empty, v_empty, planned, taken = (next(names) for _ in range(8))
         staged = next(names, None)
@@ -138,9 +145,11 @@ def decode_attention(
                 first = inclusive_sums(count) - count
                 total = sums[L + tokens - 1]
 
-                @pl.when(grid_block == 0)
-                def _() -> None:
-                    first_part_T[pl.ds(first_token, L)] = jnp.where(count > 0, first + before, -1)
+                if not parts.whole:
+
+                    @pl.when(grid_block == 0)
+                    def _() -> None:
+                        first_part_T[pl.ds(first_token, L)] = jnp.where(count > 1, first + before, -1)
 
                 first = jnp.where(count > 0, first, NONE)
 
@@ -152,11 +161,14 @@ def decode_attention(
                     last, owner = lookup[0, at], lookup[1, at]
                     end_block = lax.div(last, jnp.int32(B)) + 1
                     first_block = jnp.int32(0)
+                    row = (first_token + at) * H + key_head * G
+                    goes_to = row
                     if not parts.whole:
+                        goes_to = jnp.where(end_block > split_blocks, number, row)
                         first_block = (part - before - sums[L - 1 + at]) * split_blocks
                         end_block = jnp.minimum(first_block + split_blocks, end_block)
-                    slot = publish(made, number, first_block, end_block, last)
-                    rows = pl.ds((first_token + at) * H + key_head * G, query_rows)
+                    slot = publish(made, goes_to, first_block, end_block, last)
+                    rows = pl.ds(row, query_rows)
                     plgpu.copy_gmem_to_smem(q_RD.at[rows], q_plain.at[slot, pl.ds(0, query_rows)], q_full.at[slot])
                     done = lax.fori_loop(
                         first_block, end_block, lambda b, d: load_block(b, d, owner, last, key_head), done
@@ -223,8 +235,21 @@ def decode_attention(
                 done, *total = lax.fori_loop(0, splits, add, (done, *nothing))
                 return done, State(*total)
 
+            def finish(state: State, row: jax.Array) -> None:
+                out_smem[...] = softmax.finish(state.sum_R, state.acc_RD)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_RD.at[pl.ds(row, G)])
+
+            def keep(state: State, item: jax.Array) -> None:
+                acc_smem[...] = state.acc_RD
+                stats_smem[0] = state.max_R
+                stats_smem[1] = state.sum_R
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, G)], acc.at[pl.ds(item * G, G), pl.ds(0, D)])
+                plgpu.copy_smem_to_gmem(stats_smem, stats.at[item])
+
             def one_item(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                slot, number, first, end, last, made, done = carry
+                slot, goes_to, first, end, last, made, done = carry
                 plgpu.barrier_wait(q_full.at[slot])
                 # A copy into wgmma's swizzled layout would have to start at a multiple of 8 heads.
                 q_smem[...] = plgpu.load(q_plain.at[slot], layout=softmax.WGMMA, optimized=False)
@@ -232,13 +257,13 @@ def decode_attention(
                 plgpu.barrier_arrive(taken.at[slot])
                 done, state = all_splits(end, last, done) if parts.whole else one_split(first, end, last, done)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                acc_smem[...] = state.acc_RD
-                stats_smem[0] = state.max_R
-                stats_smem[1] = state.sum_R
-                plgpu.commit_smem()
-                rows = pl.ds(number * G, G)
-                plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, G)], acc.at[rows, pl.ds(0, D)])
-                plgpu.copy_smem_to_gmem(stats_smem, stats.at[number])
+                if parts.whole:
+                    finish(state, goes_to)
+                else:
+                    # Joined to the empty state, the state of an only part stays as it is.
+                    only = (first == 0) & (end * B > last)
+                    pl.when(only)(lambda: finish(state, goes_to))
+                    pl.when(jnp.logical_not(only))(lambda: keep(state, goes_to))
                 return *planned_item(made + 1), made + 1, done
 
             zero = jnp.int32(0)
@@ -249,13 +274,17 @@ def decode_attention(
 
     layout = swizzled(D)
     staging = (plgpu.SMEM((ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
+    states = (
+        jax.ShapeDtypeStruct(parts.acc, jnp.float32),
+        jax.ShapeDtypeStruct(parts.stats, jnp.float32),
+        jax.ShapeDtypeStruct(parts.first_part, jnp.int32),
+    )
+    # An item has either of them, so they share their memory.
+    finished = plgpu.SMEM((ROWS, D), jnp.bfloat16)
+    state = (plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((2, ROWS), jnp.float32))
     return chained_kernel(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(parts.acc, jnp.float32),
-            jax.ShapeDtypeStruct(parts.stats, jnp.float32),
-            jax.ShapeDtypeStruct(parts.first_part, jnp.int32),
-        ),
+        out_type=(jax.ShapeDtypeStruct((T * H, D), jnp.bfloat16), *(() if parts.whole else states)),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=2,
@@ -267,8 +296,7 @@ def decode_attention(
             plgpu.SMEM((ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM((ROWS, D), jnp.float32),
-            plgpu.SMEM((2, ROWS), jnp.float32),
+            finished if parts.whole else plgpu.RefUnion(finished, state),
             plgpu.SMEM((2, L), jnp.int32),
             plgpu.SMEM((L + 16,), jnp.int32),
             plgpu.SMEM((2 * L,), jnp.int32),

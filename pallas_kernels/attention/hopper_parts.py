@@ -24,7 +24,7 @@ class Parts:
     """How the work on single tokens is cut, and the memory that its states take.
 
     ``most`` parts can exist at once. With ``whole`` a part is a whole token, whose splits merge in registers in the
-    declared order; otherwise it is one split.
+    declared order, and there are no states; otherwise it is one split, and states are of tokens that have several.
     """
 
     T: int
@@ -60,15 +60,15 @@ class Parts:
 
     @property
     def first_part(self) -> tuple[int]:
-        """Shape of the number of each token's first part, int32; -1 where the token is not single."""
+        """Shape of the number of each token's first part, int32; -1 where the token has not several."""
         return (pl.cdiv(self.T, self.L) * self.L,)
 
 
 def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernel ``(acc, stats, first_part, positions [T], out [T*H*D]) -> out``, which it writes in place.
 
-    Merges the parts of each single token in ascending order; other tokens' rows it leaves alone. A block takes
-    ``heads`` neighbouring query heads, which moves no bit.
+    Merges the parts of each single token that has several, in ascending order; other tokens' rows it leaves alone.
+    A block takes ``heads`` neighbouring query heads, which moves no bit.
     """
     T, H, K, G, D, E = parts.T, parts.H, parts.K, parts.G, parts.D, parts.E
     # Parts whose loads are under way at once, so that their latencies overlap: more where few blocks share the card.
@@ -101,7 +101,7 @@ def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[.
 
         @pl.when(first_part >= 0)
         def _() -> None:
-            used = jnp.int32(1) if parts.whole else lax.div(position, jnp.int32(schedule.split)) + 1
+            used = lax.div(position, jnp.int32(schedule.split)) + 1
 
             def some_parts(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 places = [number * at_once + offset for offset in range(at_once)]

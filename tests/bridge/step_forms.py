@@ -129,7 +129,7 @@ def _single(owners):
 
 
 def _paged_states(program, operands, wanted):
-    q, k_cache, v_cache, positions, owners, table = operands
+    q, k_cache, v_cache, positions, owners, table = operands[:6]
     for row in wanted.nonzero()[:, 0].tolist():
         pages, keys = table[owners[row]].long(), slice(0, int(positions[row]) + 1)
         k, v = (cache[pages].flatten(0, 1)[keys] for cache in (k_cache, v_cache))
@@ -144,6 +144,11 @@ def _tiles(program, *operands):
 
 
 def _decode(program, *operands):
+    out = operands[6].clone()
+    if "acc" not in program.buffers:
+        for row, states in _paged_states(program, operands, _single(operands[4])):
+            out[row] = _merged(states)
+        return (out,)
     acc, stats = (torch.full(program.buffers[name].shape, float("nan")) for name in ("acc", "stats"))
     first_part = torch.full(program.buffers["first_part"].shape, -1, dtype=torch.int32)
     _, H, D = operands[0].shape
@@ -151,6 +156,10 @@ def _decode(program, *operands):
     by_part = acc.view(-1, H, acc.shape[1]), stats.view(-1, K, *stats.shape[1:])
     part = 0
     for row, states in _paged_states(program, operands, _single(operands[4])):
+        if len(states) == 1:
+            out[row] = _merged(states)
+            part += 1
+            continue
         first_part[row] = part
         for highest, total, values in states:
             by_part[0][part, :, :D] = values
@@ -158,7 +167,7 @@ def _decode(program, *operands):
             by_part[1][part, :, 0, : H // K] = highest.view(K, -1)
             by_part[1][part, :, 1, : H // K] = total.view(K, -1)
             part += 1
-    return acc, stats, first_part
+    return out, acc, stats, first_part
 
 
 def _combine(program, acc, stats, first_part, positions, out):
