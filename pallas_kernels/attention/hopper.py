@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from pallas_kernels.attention.hopper_decode import decode_attention
-from pallas_kernels.attention.hopper_parts import Parts, combine_parts
+from pallas_kernels.attention.hopper_parts import MOST_PARTS, Parts, combine_parts
 from pallas_kernels.attention.hopper_softmax import Schedule
 from pallas_kernels.attention.hopper_source import Packed, Paged
 from pallas_kernels.attention.hopper_tiles import tiled_attention
@@ -88,12 +88,12 @@ def paged_attention_program(
     states: tuple[str, ...] = ()
     merging: tuple[Step, ...] = ()
     if not parts.whole:
-        states = ("acc", "stats", "first_part")
+        states = ("acc", "stats", "merges")
         buffers |= {"acc": Buffer(parts.acc, "float32"), "stats": Buffer(parts.stats, "float32")}
-        buffers["first_part"] = Buffer(parts.first_part, "int32")
+        buffers["merges"] = Buffer(parts.merges, "int32")
         # Few tokens spread over more blocks, many over larger ones.
-        combine = combine_parts(parts, schedule, heads=1 if 16 * sm_count() >= T * H else parts.G)
-        merging = (Step("combine", combine, (*states, "positions", "out"), ("out",), {"out": (T * H * D,)}),)
+        combine = combine_parts(parts, heads=1 if 16 * sm_count() >= parts.singles * H else parts.G)
+        merging = (Step("combine", combine, (*states, "out"), ("out",), {"out": (T * H * D,)}),)
     steps = (
         Step("tiles", tiles, read, ("out",), {**caches, "q": (T, H * D), "out": (T, H * D)}),
         # Over the zeros that the tiles left in the rows of single tokens, as the merge does.
@@ -104,7 +104,7 @@ def paged_attention_program(
 
 
 def _parts(T: int, H: int, K: int, D: int, singles: int, splits: int, scratch_bytes: int) -> Parts:
-    by_split = Parts(T, H, K, D, singles * splits, whole=False)
-    if splits > 1 and 4 * by_split.acc[0] * by_split.acc[1] <= scratch_bytes:
+    by_split = Parts(T, H, K, D, singles, splits, whole=False)
+    if splits > 1 and by_split.most < MOST_PARTS and 4 * by_split.acc[0] * by_split.acc[1] <= scratch_bytes:
         return by_split
-    return Parts(T, H, K, D, singles, whole=True)
+    return Parts(T, H, K, D, singles, splits, whole=True)
