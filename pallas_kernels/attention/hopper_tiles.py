@@ -35,7 +35,7 @@ def tiled_attention(
 
     ``owners`` says whose token a row is: with packed keys the segment id, else the request; below zero it is padding,
     which attends to nothing and gives zeros. A sequence's tokens are contiguous in the batch. Without ``single_tokens``
-    sequences that have only one token in the batch are left at zero: another kernel takes them.
+    another kernel takes sequences that have only one token in the batch: their rows are zero here, or not written.
 
     Up to a head size of 128 a block has two warpgroups of 64 tokens, which take turns: one's softmax runs under the
     other's products. A third loads. The tiles with the most keys, the last ones, start first.
@@ -65,10 +65,9 @@ def tiled_attention(
         @pl.when(warpgroup == consumers)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            plgpu.copy_gmem_to_smem(positions_T.at[pl.ds(first_token, LOOKUP)], lookup.at[0], looked)
-            plgpu.copy_gmem_to_smem(owners_T.at[pl.ds(first_token, LOOKUP)], lookup.at[1], looked)
-            plgpu.barrier_wait(looked)
-            sequences = find_sequences(lookup, notes, owners_T, first_token, tile, single_tokens)
+            found = (positions_T, owners_T, lookup, looked, notes)
+            sequences = find_sequences(*found, first_token, tile, single_tokens)
+            padding = sequences.padding()
 
             def one_head(member: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 columns = pl.ds(lax.div(first_head + member, jnp.int32(group)) * D, D)
@@ -112,7 +111,7 @@ def tiled_attention(
                 number, done = carry
                 start = (number, sequences.after(-1), done)
                 number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
-                plan.publish(number, NONE, 0, 0)
+                plan.publish(number, NONE, padding, 0)
                 return number + 1, done
 
             _, done = lax.fori_loop(0, bundle, one_head, (jnp.int32(0), jnp.int32(0)))
@@ -129,11 +128,14 @@ def tiled_attention(
             first_row = pl.multiple_of(warpgroup * ROWS, ROWS)
             last_row = first_row + ROWS - 1
             rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
+            nothing = softmax.empty_state(D)
+            # What a tile without sequences leaves, while it is looked up whether it is one.
+            q_RD[...] = nothing.acc_RD.astype(jnp.bfloat16)
+            plgpu.commit_smem()
             plgpu.barrier_wait(looked)
             position_R = plgpu.load(lookup.at[0, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             owner_R = plgpu.load(lookup.at[1, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             inside = first_token + last_row < T
-            nothing = softmax.empty_state(D)
             if consumers > 1:
                 pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
@@ -228,15 +230,17 @@ def tiled_attention(
                     q_RD[...] = softmax.finish(sum_R, plgpu.load(total_RD, layout=softmax.WGMMA))
                     return blocks_done
 
-                def leave() -> jax.Array:
-                    q_RD[...] = nothing.acc_RD.astype(jnp.bfloat16)
-                    return done
+                some, padding = first_sequence[0] < NONE, first_sequence[1]
+                done = lax.cond(some, attend, lambda: done)
 
-                done = lax.cond(first_sequence[0] < NONE, attend, leave)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, columns])
-                # The results may still be on their way to memory when the block ends.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                # Single tokens' rows are another kernel's, so without padding there may be nothing to write.
+                @pl.when(some | (padding > 0))
+                def _() -> None:
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, columns])
+                    # The results may still be on their way to memory when the block ends.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
                 return done
 
             lax.fori_loop(0, bundle, one_head, jnp.int32(0))
