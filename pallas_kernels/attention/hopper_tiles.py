@@ -50,6 +50,10 @@ def tiled_attention(
     paged = isinstance(source, Paged)
     split_blocks = schedule.split // B
 
+    def blocks_of(last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How many blocks a sequence up to position ``last`` has, and how many of them it fills."""
+        return lax.div(last, jnp.int32(B)) + 1, lax.div(last + 1, jnp.int32(B))
+
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
         q_TC, k_C, v_C, positions_T, owners_T = (next(names) for _ in range(5))
@@ -76,7 +80,7 @@ def tiled_attention(
                     number, owner, done = carry
                     last, first_row = sequences.last_position(owner), sequences.first_row(owner)
                     plan.publish(number, owner, last, first_row)
-                    blocks = lax.div(last, jnp.int32(B)) + 1
+                    blocks, full_blocks = blocks_of(last)
 
                     def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
                         slot = lax.rem(done, jnp.int32(stages))
@@ -92,11 +96,11 @@ def tiled_attention(
                         def _() -> None:
                             plgpu.barrier_wait(v_empty.at[slot])
 
-                        @pl.when(block < blocks - 1)
+                        @pl.when(block < full_blocks)
                         def _() -> None:
                             source.load(v_C, rows, columns, v_smem.at[slot], v_full.at[slot])
 
-                        @pl.when(block == blocks - 1)
+                        @pl.when(block >= full_blocks)
                         def _() -> None:
                             source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
                             plgpu.barrier_wait(v_dirty)
@@ -149,7 +153,7 @@ def tiled_attention(
 
             def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 owner, last, misaligned, done, joined, max_R, sum_R = carry
-                blocks = lax.div(last, jnp.int32(B)) + 1
+                blocks, full_blocks = blocks_of(last)
                 limit_R = jnp.where(owner_R == owner, position_R, -1)
                 # Where all rows are of this sequence, the blocks before the first row's own need no mask.
                 alone = inside & (lookup[1, first_row] == owner) & (lookup[1, last_row] == owner)
@@ -172,11 +176,11 @@ def tiled_attention(
                         raw_RB = jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
                     state, weights = softmax.weigh(state, raw_RB, schedule.exponent_scale)
 
-                    @pl.when(block < blocks - 1)
+                    @pl.when(block < full_blocks)
                     def _() -> None:
                         plgpu.barrier_wait(v_full.at[slot])
 
-                    @pl.when(block == blocks - 1)
+                    @pl.when(block >= full_blocks)
                     def _() -> None:
                         plgpu.barrier_wait(v_clean.at[slot])
 
