@@ -118,9 +118,10 @@ def _alone(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tells the warpgroups the next sequence: its owner, its last position and whether its rows are misaligned.
+    """Tells the warpgroups the next sequence: its owner, its last position, whether its rows are misaligned and whether
+    it is the tile's last.
 
-    After the last one it says NONE, and in place of a position whether the tile has padding.
+    After that one it says NONE, and in place of a position whether the tile has padding.
 
     ``planned`` is the loader's barrier, ``taken`` that of the warpgroups, which lets the loader write the next one.
     """
@@ -130,9 +131,14 @@ class Plan:
     taken: jax.Ref
 
     def publish(
-        self, number: jax.Array, owner: jax.Array | int, last: jax.Array | int, first_row: jax.Array | int
+        self,
+        number: jax.Array,
+        owner: jax.Array | int,
+        last: jax.Array | int,
+        first_row: jax.Array | int = 0,
+        following: jax.Array | int = NONE,
     ) -> None:
-        """The loader's side. ``number`` counts what was published before."""
+        """The loader's side. ``number`` counts what was published before; ``following`` is the next owner."""
 
         @pl.when(number > 0)
         def _() -> None:
@@ -141,11 +147,12 @@ class Plan:
         self.notes[PLAN] = jnp.int32(owner)
         self.notes[PLAN + 1] = jnp.int32(last)
         self.notes[PLAN + 2] = lax.rem(jnp.int32(first_row), jnp.int32(ROW_STEP))
+        self.notes[PLAN + 3] = jnp.where(jnp.int32(following) == NONE, 1, 0)
         plgpu.barrier_arrive(self.planned)
 
-    def take(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The warpgroups' side: (owner, last position, rows beyond a multiple of ROW_STEP) or (NONE, padding, 0)."""
+    def take(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The warpgroups' side: (owner or NONE, last position or padding, rows beyond a multiple of ROW_STEP, ends)."""
         plgpu.barrier_wait(self.planned)
-        what = self.notes[PLAN], self.notes[PLAN + 1], self.notes[PLAN + 2]
+        owner, last, misaligned, ends = (self.notes[PLAN + place] for place in range(4))
         plgpu.barrier_arrive(self.taken)
-        return what
+        return owner, last, misaligned, ends

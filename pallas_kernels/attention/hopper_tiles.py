@@ -79,7 +79,8 @@ def tiled_attention(
                 def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     number, owner, done = carry
                     last, first_row = sequences.last_position(owner), sequences.first_row(owner)
-                    plan.publish(number, owner, last, first_row)
+                    following = sequences.after(owner)
+                    plan.publish(number, owner, last, first_row, following)
                     blocks, full_blocks = blocks_of(last)
 
                     def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
@@ -110,12 +111,12 @@ def tiled_attention(
                         return done + 1
 
                     done = lax.fori_loop(0, blocks, one_block, done)
-                    return number + 1, sequences.after(owner), done
+                    return number + 1, following, done
 
                 number, done = carry
                 start = (number, sequences.after(-1), done)
                 number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
-                plan.publish(number, NONE, padding, 0)
+                plan.publish(number, NONE, padding)
                 return number + 1, done
 
             _, done = lax.fori_loop(0, bundle, one_head, (jnp.int32(0), jnp.int32(0)))
@@ -152,12 +153,13 @@ def tiled_attention(
                     plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
             def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                owner, last, misaligned, done, joined, max_R, sum_R = carry
+                owner, last, misaligned, ends, done, joined, max_R, sum_R = carry
                 blocks, full_blocks = blocks_of(last)
                 limit_R = jnp.where(owner_R == owner, position_R, -1)
                 # Where all rows are of this sequence, the blocks before the first row's own need no mask.
                 alone = inside & (lookup[1, first_row] == owner) & (lookup[1, last_row] == owner)
                 unmasked = jnp.where(alone, lax.div(lookup[0, first_row] + 1, jnp.int32(B)), 0)
+                splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
 
                 def one_block(block: jax.Array, state: State, masked: bool) -> State:
                     slot = lax.rem(done + block, jnp.int32(stages))
@@ -199,24 +201,29 @@ def tiled_attention(
                     part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), nothing)
                     part = lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part)
                     max_R, sum_R, rule = softmax.merge_sums(*sums, part)
+                    if not paged:
+                        # Such a copy has read other rows. NaN is refused downstream; a wrong number would not be.
+                        sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
+
+                    def join() -> jax.Array:
+                        return rule.values(plgpu.load(total_RD, layout=softmax.WGMMA), part.acc_RD)
+
                     # Joined to the empty state, a state stays as it is.
-                    fresh = joined + number == 0
+                    values_RD = lax.cond(joined + number == 0, lambda: part.acc_RD, join)
+                    over = (ends > 0) & (number == splits - 1)
 
-                    @pl.when(fresh)
+                    @pl.when(over)
                     def _() -> None:
-                        total_RD[...] = part.acc_RD
+                        # The last product with the queries is done.
+                        q_RD[...] = softmax.finish(sum_R, values_RD)
 
-                    @pl.when(jnp.logical_not(fresh))
+                    @pl.when(jnp.logical_not(over))
                     def _() -> None:
-                        total_RD[...] = rule.values(plgpu.load(total_RD, layout=softmax.WGMMA), part.acc_RD)
+                        total_RD[...] = values_RD
 
                     return max_R, sum_R
 
-                splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
                 max_R, sum_R = lax.fori_loop(0, splits, one_split, (max_R, sum_R))
-                if not paged:
-                    # Such a copy would have read other rows. NaN is refused downstream; a wrong number would not be.
-                    sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
                 return *plan.take(), done + blocks, joined + splits, max_R, sum_R
 
             def one_head(member: jax.Array, done: jax.Array) -> jax.Array:
@@ -230,9 +237,7 @@ def tiled_attention(
                     carry = (*first_sequence, done, jnp.int32(0), nothing.max_R, nothing.sum_R)
                     carry = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
                     give_turn()
-                    _, _, _, blocks_done, _, _, sum_R = carry
-                    q_RD[...] = softmax.finish(sum_R, plgpu.load(total_RD, layout=softmax.WGMMA))
-                    return blocks_done
+                    return carry[4]
 
                 some, padding = first_sequence[0] < NONE, first_sequence[1]
                 done = lax.cond(some, attend, lambda: done)
