@@ -24,7 +24,7 @@ from pallas_kernels.attention.hopper_singles import Singles
 from pallas_kernels.attention.hopper_singles import scratch as singles_scratch
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
 from pallas_kernels.attention.hopper_source import Paged, zero_rows
-from pallas_kernels.hopper_tools import chained_kernel, drain, swizzled
+from pallas_kernels.hopper_tools import drain, early_kernel, swizzled
 
 #: The numbers that describe an item to the warpgroup that computes it, with room to a multiple of 16 bytes. The first
 #: is the row of ``out`` where the token has no other part, else the item's own number.
@@ -45,7 +45,7 @@ def decode_attention(
     The kernel takes the tokens that are the only ones of their requests in the batch. Those of one part it finishes in
     place in ``out``; other rows it leaves alone. Unless parts are whole tokens, its further results are the states of
     the others' parts, in the shapes that ``parts`` names, which `combine_parts` merges. ``blocks`` is the size of the
-    grid and moves no bit.
+    grid and moves no bit. The launch before must have none of these operands for its result but ``out``.
     """
     T, H, K, G = parts.T, parts.H, parts.K, parts.G
     D, B = schedule.D, schedule.block
@@ -60,7 +60,7 @@ def decode_attention(
     # TMA fills what is beyond the last row with zeros; a tile of shared memory has 8 rows.
     query_rows = 8 if G <= 8 else ROWS
 
-    def kernel(*refs: jax.Ref) -> None:
+    def kernel(wait: Callable[[], None], *refs: jax.Ref) -> None:
         names = iter(refs)
         q_RD, k_C, v_C, positions_T, owners_T, table = (next(names) for _ in range(6))
         # The result as an operand: it is the same memory.
@@ -179,6 +179,8 @@ def decode_attention(
 
         @pl.when(warpgroup == 0)
         def _compute() -> None:
+            # The launch before only writes `out`, so tokens are looked up and keys loaded meanwhile.
+            wait()
             nothing = softmax.empty_state(D)
 
             def planned_item(made: jax.Array) -> tuple[jax.Array, ...]:
@@ -272,7 +274,7 @@ def decode_attention(
     # An item has either of them, so they share their memory.
     finished = plgpu.SMEM((ROWS, D), jnp.bfloat16)
     state = (plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((2, ROWS), jnp.float32))
-    return chained_kernel(
+    return early_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * H, D), jnp.bfloat16), *(() if parts.whole else states)),
         grid=(blocks,),

@@ -236,6 +236,34 @@ def test_tiles_and_chunks_of_the_lookup_that_hold_only_one_kind_of_token(compile
             at += stop - start
 
 
+def test_decode_which_starts_early_sees_what_was_written_just_before(compiler):
+    """Each operand is overwritten by the launch right before the region, queued so that nothing lies between them."""
+    lengths, page, H, K, D = [40, 300, 512, 513, 900, 1300, 17, 129], 16, 32, 8, 128
+    T, per = len(lengths), -(-max(lengths) // page)
+    sizes = {"pages": T * per, "page": page, "requests": T, "request_pages": per}
+    run = launcher(compiler, paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=SPLIT))
+    table = torch.arange(T * per, device="cuda", dtype=torch.int32).view(T, per)
+    owner = torch.arange(T, device="cuda", dtype=torch.int32)
+    position = torch.tensor(lengths, device="cuda", dtype=torch.int32) - 1
+    caches = [normal(T * per, page, K, D, seed=seed) for seed in (0, 1)]
+    versions = [
+        (normal(T, H, D, seed=2 + turn), *(cache.roll(turn, 0) for cache in caches), table.roll(turn, 0), owner, moved)
+        for turn, moved in ((0, position), (1, position.roll(1)), (2, position.roll(3)))
+    ]
+    torch.cuda.synchronize()
+    expected = [run(*operands)[0].clone() for operands in versions]
+    assert not torch.equal(expected[0], expected[1])
+    used = [operand.clone() for operand in versions[0]]
+    for last in range(len(used)):
+        for turn in range(60):
+            order = [*(place for place in range(len(used)) if place != last), last]
+            # Long enough to queue all that follows.
+            torch.cuda._sleep(2_000_000)
+            for place in order:
+                used[place].copy_(versions[turn % 3][place])
+            assert_equal_bits(run(*used)[0], expected[turn % 3], f"turn {turn}, operand {last} written last")
+
+
 def test_a_sequence_off_the_row_step_is_nan_not_wrong(compiler):
     batch = Batch([64], 2, 1, 64)
     batch.positions.zero_()
