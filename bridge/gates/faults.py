@@ -137,12 +137,11 @@ def _paged_attention(program: SealedProgram, longest: int) -> list[Fault]:
     pages = Fault("the neighbouring request's pages", spoil=lambda o: {"block_table": o["block_table"].roll(1, 0)})
     found = _attention(program, longest)
     heads = Fault("the neighbouring head's sums", step="combine", spoil=lambda o: {"acc": o["acc"].roll(1, 0)})
-    # A reference is made of one long chunk, and only single tokens go through the last two.
-    steps = [
-        replace(found[0], step="tiles"),
-        replace(found[0], step="decode", coarse=False),
-        replace(heads, coarse=False),
-    ]
+    # A reference is made of one long chunk, and only single tokens go through the last two, through the third only
+    # those of several splits.
+    steps = [replace(found[0], step="tiles"), replace(found[0], step="decode", coarse=False)]
+    if longest > int(dict(program.constants)["split"]):
+        steps.append(replace(heads, coarse=False))
     return [*found, Fault("the mask off by one", spoil=masked), pages, *steps]
 
 

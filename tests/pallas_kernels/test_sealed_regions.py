@@ -48,7 +48,7 @@ CALLS = {
         {"scale": 0.125, "split": 512},
     ),
     "paged_attention": (
-        [_bf16(T, 2, D), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _int(3, 8), _int(T), _int(T)],
+        [_bf16(T, 2, D), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _int(3, 64), _int(T), _int(T)],
         {"scale": 0.125, "split": 512},
     ),
     "log_prob_rows": ([_bf16(T, H), _bf16(1024, H), _HEAT], {"vocab_size": V}),
@@ -224,10 +224,22 @@ def test_states_of_splits_take_bounded_memory_however_many_tokens_a_step_has(pos
 
     sizes = {"pages": 2**17, "page": 16, "requests": 256, "request_pages": positions // 16}
     for T in (256, 2048):
-        buffers = paged_attention_program(T, 32, 8, 128, **sizes, scale=0.1, split=512).buffers
-        assert buffers["acc"].size <= SCRATCH_BYTES
-        # A state a token where a token's splits stay together, else one a split that a request can have.
-        assert buffers["acc"].shape[0] == 256 * 32 * (1 if whole else positions // 512)
+        program = paged_attention_program(T, 32, 8, 128, **sizes, scale=0.1, split=512)
+        # No state is in memory where a token's splits stay together, else one a split that a request can have.
+        assert [step.name for step in program.steps] == ["tiles", "decode", "combine"][: 2 if whole else 3]
+        assert ("acc" in program.buffers) != whole
+        if not whole:
+            assert program.buffers["acc"].size <= SCRATCH_BYTES
+            assert program.buffers["acc"].shape[0] == 256 * 32 * positions // 512
+
+
+def test_contexts_of_one_split_need_no_merge():
+    from pallas_kernels.attention.hopper import paged_attention_program
+
+    sizes = {"pages": 64, "page": 16, "requests": 4}
+    for positions, steps in ((512, ["tiles", "decode"]), (528, ["tiles", "decode", "combine"])):
+        program = paged_attention_program(8, 4, 2, 64, **sizes, request_pages=positions // 16, scale=0.1, split=512)
+        assert [step.name for step in program.steps] == steps
 
 
 def test_a_policy_in_float32_is_refused_on_a_card():
