@@ -40,7 +40,8 @@ class StepMetrics:
     updates: optimizer updates of the step; 0 where no group was kept, and the weights are then as they were.
     policy_version, weight_digest: updates behind the weights after the step. rollout_version: updates behind the
       weights that sampled each of the step's tokens. version_lag: updates between them and the step's first update.
-    seconds_*: of what was done in this step, which with a lag is the rollout of the next one.
+    seconds_*: of what was done in this step; with a lag that is the next step's rollout, and where the engine samples
+      while the trainer trains, only the time that the trainer then still waited for it.
     """
 
     step: int

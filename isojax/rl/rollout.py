@@ -105,6 +105,11 @@ class RolloutEngine(Protocol):
         """The contract that the engine runs."""
         ...
 
+    @property
+    def runs_beside_trainer(self) -> bool:
+        """Whether `generate` may run in another thread while this one trains: true of an engine in its own process."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
         """Sample `sampling.samples` completions of each prompt; grouped by prompt, in sample order.
 

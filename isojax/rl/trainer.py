@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import jax
 import numpy as np
@@ -160,20 +162,21 @@ class Trainer:
         """One step: its metrics are written and the engine holds the new weights when it returns.
 
         Raises DifferenceFound at the first bit that differs (unless check.on_mismatch is "record"), and what the
-        engine, the task and the checks raise; the weights are then still those of the step before.
+        engine, the task and the checks raise; the weights are then still those of the step before, unless it was about
+        a rollout that was sampled while the step trained, which nothing was learned from.
         """
         clock = Clock()
-        rollout = self._waiting or self._collect(clock)
-        # From the weights that this step starts from, which are one step old when they are learned from.
-        following = self._collect(clock, rollout) if self.config.rollout.lag else None
-        with finishing_first():
+        rollout = self._waiting or self._check(clock, self._sample(clock), self.learner.params)
+        with self._following(clock, rollout) as following, finishing_first():
             with clock("train"):
                 result = self._update(rollout)
+            # The engine takes no weights while it samples.
+            waiting = following()
             with clock("sync"):
                 progress = self._advanced(rollout, result.updates)
                 self._sync(progress)
             metrics = step_metrics(rollout, self.progress, result, progress, clock.seconds)
-            self.progress, self._settled, self._waiting = progress, self.learner.state, following
+            self.progress, self._settled, self._waiting = progress, self.learner.state, waiting
             self.metrics.append(metrics)
         return metrics
 
@@ -182,17 +185,41 @@ class Trainer:
         self.checkpoints.close()
         self.engine.close()
 
-    def _collect(self, clock: Clock, before: Rollout | None = None) -> Rollout:
+    def _sample(self, clock: Clock, before: Rollout | None = None) -> Rollout:
         """The rollout of the step that comes next, or of the one after `before`, from the weights as they are."""
-        step, position = (
-            (self.progress.step + 1, self.progress.data_position)
-            if before is None
-            else (before.step + 1, before.data_position)
-        )
+        now = self.progress
+        step, position = (now.step, now.data_position) if before is None else (before.step, before.data_position)
         with clock("rollout"):
-            rollout = self.collector.sample(step, position, self.progress.policy_version, self.progress.weight_digest)
+            return self.collector.sample(step + 1, position, now.policy_version, now.weight_digest)
+
+    def _check(self, clock: Clock, rollout: Rollout, params: Parameters) -> Rollout:
         with clock("check"):
-            return self.collector.check(rollout, self.learner.params)
+            return self.collector.check(rollout, params)
+
+    @contextmanager
+    def _following(self, clock: Clock, rollout: Rollout) -> Iterator[Callable[[], Rollout | None]]:
+        """With a lag, the rollout after this one, from the weights that the block starts with; None without.
+
+        It is sampled while the block runs, by an engine that can, else before it. What the block is given returns it,
+        checked.
+        """
+        if not self.config.rollout.lag:
+            yield lambda: None
+        elif self.engine.runs_beside_trainer:
+            # Held on to until the rollout was compared with them.
+            params = self.learner.params
+            with ThreadPoolExecutor(1, thread_name_prefix="rollout") as pool:
+                sampling = pool.submit(self._sample, Clock(), rollout)
+
+                def wait() -> Rollout:
+                    with clock("rollout"):
+                        sampled = sampling.result()
+                    return self._check(clock, sampled, params)
+
+                yield wait
+        else:
+            following = self._check(clock, self._sample(clock, rollout), self.learner.params)
+            yield lambda: following
 
     def _update(self, rollout: Rollout) -> UpdateResult:
         settings, completions = self.config.rollout, rollout.completions
