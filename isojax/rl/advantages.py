@@ -26,7 +26,7 @@ def group_advantages(rewards: np.ndarray, group_size: int) -> np.ndarray:
 
 
 def leave_one_out_advantages(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """Each completion's reward less the mean reward of the others in its group: RLOO (arXiv 2402.14740), section 3.1.
+    """Each completion's reward less the mean reward of the others in its group: RLOO (arXiv 2402.14740).
 
     rewards: [prompts * group_size], grouped by prompt. Returns float32 of the same shape, computed in float64.
     Raises as `group_advantages`, and ValueError for groups of one.

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from isojax.rl.advantages import group_advantages, leave_one_out_advantages
-from isojax.rl.config_section import NotNegativeFloat, Positive, Section
+from isojax.rl.config_section import NotNegativeFloat, Positive, PositiveFloat, Section
 from isojax.rl.losses import Objective
 from isojax.rl.overlong import overlong_penalties
 
@@ -81,7 +81,7 @@ class DapoSection(Section):
     """DAPO (arXiv 2503.14476), equations 8 to 13.
 
         A_i = (r'_i - mean(group)) / std(group),  r'_i = r_i + overlong_penalty * P(|o_i|)
-        J   = mean over all tokens of min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
+        J   = mean over all tokens of the minibatch of min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)
         P   = 0 up to (1 - overlong_fraction) * max_tokens, then falls in a line to -1 at max_tokens
 
     clip_low, clip_high: the decoupled clipping, 0.2 and 0.28 in the paper.
@@ -95,7 +95,7 @@ class DapoSection(Section):
 
     name: Literal["dapo"]
     clip_low: Clip = 0.2
-    clip_high: NotNegativeFloat = 0.28
+    clip_high: PositiveFloat = 0.28
     sampling_tries: Positive = 10
     overlong_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     overlong_penalty: NotNegativeFloat = 1.0

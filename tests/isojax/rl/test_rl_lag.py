@@ -5,6 +5,7 @@ from reference_engine import ReferenceEngine, one_bit_off
 from rl_samples import honest_report, leaf_bits, run_config, small_contract, small_policy, small_trainer
 
 from contracts.errors import BadCheckpoint, DifferenceFound
+from isojax.rl.checkpoint import Checkpoints
 from isojax.rl.metrics import read_metrics
 
 STEPS = 4
@@ -143,3 +144,17 @@ def test_a_checkpoint_of_another_lag_is_refused(tmp_path):
     other = small_trainer(tmp_path / "run", run_config(), RecordingEngine())
     with pytest.raises(BadCheckpoint, match="another lag"):
         other.resume()
+
+
+@pytest.mark.parametrize("damage", ["deleted", "truncated", "emptied", "other"])
+def test_a_damaged_waiting_rollout_is_refused(finished, tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(finished.learner.state, finished.progress, finished._waiting)
+    (file,) = [path for path in (tmp_path / "4" / "waiting").rglob("*") if path.stat().st_size > 500]
+    content = file.read_bytes()
+    if damage == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes({"truncated": content[:-100], "emptied": b"", "other": b'{"rollout": {"step": 5}}'}[damage])
+    with pytest.raises(BadCheckpoint, match="unreadable"):
+        Checkpoints(tmp_path).waiting(4)
