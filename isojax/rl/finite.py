@@ -34,6 +34,8 @@ def require_finite(
 
 
 def _first_region(completion: Completion, place: int, policy: Policy, params: Parameters) -> str:
+    if policy.arm == "native":
+        return "unknown (the native arm has none)"
     history = completion.prompt_tokens + completion.tokens[:place]
     found = first_non_finite(capture_forward(policy, params, pack([history])), rows=len(history))
     # The trainer's own forward is finite: the value was spoiled behind the last region that both sides share.

@@ -14,8 +14,9 @@ import numpy as np
 from contracts.errors import BadCheckpoint
 from contracts.user_files import parse_json_object, read_bytes
 from isojax.rl.checkpoint import Progress
-from isojax.rl.files import write_atomically
+from isojax.rl.files import write_atomically, written
 from isojax.rl.learner import UpdateResult
+from isojax.rl.memory import memory_marks
 from isojax.rl.mismatch import Mismatch
 from isojax.rl.rollout import Completion
 
@@ -32,6 +33,9 @@ class StepMetrics:
     first_ratio_off_one, first_clip_fraction: of the first minibatch after the rollout; both are exactly 0.
     clip_fraction: over all updates. gradient_norm: before clipping, the largest of the step's updates.
     kept_groups: groups whose rewards differ, the ones with a gradient. policy_version: updates behind the rollout.
+    tokens_per_second_rollout: sampled. tokens_per_second_train: of prompts and completions together, each counted once.
+    memory_*_bytes: high-water marks since the process started (`isojax.rl.memory`); None where a device keeps none.
+    arm: "exact", or "native" for the baseline without regions, of which nothing is promised.
     """
 
     step: int
@@ -55,15 +59,21 @@ class StepMetrics:
     seconds_check: float
     seconds_train: float
     seconds_sync: float
+    tokens_per_second_rollout: float
+    tokens_per_second_train: float
+    memory_process_bytes: int
+    memory_device_bytes: int | None
     policy_version: int
     data_position: int
     weight_digest: str
     numerical_policy: str
+    arm: str
 
     def summary(self) -> str:
         """What a progress bar has room for."""
+        arm = "" if self.arm == "exact" else f"{self.arm} arm, "
         return (
-            f"reward {self.reward_mean:.3f}, mismatches {self.mismatch_tokens}/{self.tokens} tokens "
+            f"{arm}reward {self.reward_mean:.3f}, mismatches {self.mismatch_tokens}/{self.tokens} tokens "
             f"{self.full_row_mismatches}/{self.full_rows} rows"
         )
 
@@ -76,8 +86,10 @@ def step_metrics(
     result: UpdateResult,
     progress: Progress,
     seconds: Mapping[str, float],
+    arm: str = "exact",
 ) -> StepMetrics:
     """The line of one step. `progress` is the one after it; `seconds` has rollout, check, train and sync."""
+    memory = memory_marks()
     return StepMetrics(
         step=progress.step,
         reward_mean=float(rewards.mean()),
@@ -100,11 +112,25 @@ def step_metrics(
         seconds_check=seconds["check"],
         seconds_train=seconds["train"],
         seconds_sync=seconds["sync"],
+        tokens_per_second_rollout=sum(len(completion.tokens) for completion in completions) / seconds["rollout"],
+        tokens_per_second_train=sum(len(c.prompt_tokens) + len(c.tokens) for c in completions) / seconds["train"],
+        memory_process_bytes=memory.process,
+        memory_device_bytes=memory.device,
         policy_version=progress.policy_version,
         data_position=progress.data_position,
         weight_digest=progress.weight_digest,
         numerical_policy=progress.numerical_policy,
+        arm=arm,
     )
+
+
+MEASURED = ("seconds_", "tokens_per_second_", "memory_")
+"""Beginnings of the fields that a clock or the machine gives; all others are equal in every run of a configuration."""
+
+
+def reproducible(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's line without what differs from run to run."""
+    return {name: value for name, value in line.items() if not name.startswith(MEASURED)}
 
 
 class MetricsFile:
@@ -114,9 +140,9 @@ class MetricsFile:
         self.path = path
 
     def append(self, metrics: StepMetrics) -> None:
-        """Add one step's line."""
+        """Add one step's line. Raises CannotWrite; of a line that was cut short nothing counts."""
         line = json.dumps(asdict(metrics), allow_nan=False) + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
+        with written(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
-from contracts import ExecutionContract, bits_float, handshake
-from contracts.errors import BadCheckpoint, BadConfig, WeightDigestMismatch
-from isojax.mesh import mesh_degrees
+from contracts import ExecutionContract
+from contracts.errors import BadCheckpoint, WeightDigestMismatch
 from isojax.policy.policy import Policy
 from isojax.rl.advantages import group_advantages
+from isojax.rl.arms import agree
 from isojax.rl.check_rollout import check_rollout, require_answers, score
 from isojax.rl.checkpoint import Checkpoints, Progress
 from isojax.rl.clock import Clock
@@ -28,6 +28,7 @@ from isojax.rl.report import write_report
 from isojax.rl.rollout import Completion, RolloutEngine, Sampling, derive_seed
 from isojax.rl.run_folder import RunFolder
 from isojax.rl.tasks import Example, Task
+from isojax.rl.tensorboard import TensorBoard
 from isojax.weights.digest import digest
 
 _SECONDS_BETWEEN_REPORTS = 5.0
@@ -42,7 +43,7 @@ class Trainer:
         *,
         policy: Policy,
         params: Parameters,
-        contract: ExecutionContract,
+        contract: ExecutionContract | None,
         engine: RolloutEngine,
         task: Task,
         encoder: PromptEncoder,
@@ -51,23 +52,13 @@ class Trainer:
     ) -> None:
         """`params` are the starting weights, which also stay as the frozen reference where a KL term asks for one.
 
-        Raises what `contract.check_mesh` and `contracts.handshake` raise: nothing is sampled before both agree.
+        contract: what `policy` and `engine` run; None in the native arm. Raises as `isojax.rl.arms.agree`: nothing is
+        sampled before both agree.
         """
         self.config, self.policy, self.contract, self.engine = config, policy, contract, engine
         self.task, self.encoder, self.folder = task, encoder, folder
         self.stop_token_ids = stop_token_ids
-        # As the contract holds it, rounded to float32 once for both sides.
-        self.temperature = bits_float(contract.semantics.temperature)
-        if self.temperature != np.float32(config.rollout.temperature):
-            raise BadConfig(
-                field="rollout.temperature",
-                found=config.rollout.temperature,
-                allowed=f"the contract's {self.temperature}",
-                reason="Log-probabilities are log_softmax(logits / T) at one T on both sides.",
-            )
-        mesh = mesh_degrees(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)))
-        contract.check_mesh(mesh)
-        handshake(contract, engine.report(), trainer_mesh=mesh)
+        self.temperature, numerical_policy = agree(config, policy, contract, engine)
         self.learner = Learner(
             policy,
             params,
@@ -78,9 +69,10 @@ class Trainer:
         )
         self._reference = dict(self.learner.params) if config.algorithm.kl_weight else None
         self.metrics = MetricsFile(folder.metrics)
+        self.tensorboard = TensorBoard(folder.tensorboard) if config.metrics.tensorboard else None
         self.checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
         start = digest(params)
-        self.progress = Progress(0, 0, 0, config.seed, start, start, contract.validate_identities().numerical_policy)
+        self.progress = Progress(0, 0, 0, config.seed, start, start, numerical_policy)
         # The learner's state that belongs to `progress`; while it holds another, there is nothing consistent to save.
         self._settled = self.learner.state
         self._sync()
@@ -91,13 +83,17 @@ class Trainer:
         Raises BadCheckpoint if there is none, or it was computed under another contract, seed or starting policy.
         """
         step = self.checkpoints.latest()
+        unfinished = ", ".join(self.checkpoints.unfinished())
         if step is None:
             raise BadCheckpoint(
                 field="--resume",
-                found=f"no complete checkpoint in {self.folder.checkpoints}",
+                found=f"no complete checkpoint in {self.folder.checkpoints}"
+                + (f", half-written: {unfinished}" if unfinished else ""),
                 allowed="1 or more",
                 reason="The run stopped before its first checkpoint; start it anew.",
             )
+        if unfinished:
+            print(f"isojax: half-written and not used: {unfinished}; continuing after step {step}", file=sys.stderr)
         state, progress = self.checkpoints.restore(step, self.learner.state)
         for name in ("numerical_policy", "reference_digest", "seed"):
             if getattr(progress, name) != getattr(self.progress, name):
@@ -136,9 +132,11 @@ class Trainer:
                         write_report(self.folder)
                         reported = time.monotonic()
         finally:
-            if saved != self.progress.step and self.learner.state is self._settled:
-                self.checkpoints.save(self.learner.state, self.progress)
-            write_report(self.folder)
+            try:
+                if saved != self.progress.step and self.learner.state is self._settled:
+                    self.checkpoints.save(self.learner.state, self.progress)
+            finally:
+                write_report(self.folder)
 
     def step(self) -> StepMetrics:
         """One step: its metrics are written and the engine holds the new weights when it returns.
@@ -165,14 +163,21 @@ class Trainer:
                 progress = self._advanced(result.updates)
                 self._sync(progress)
             mismatch = mismatch.joined(result.mismatch)
-            metrics = step_metrics(completions, rewards, rollout.group_size, mismatch, result, progress, clock.seconds)
-            self.progress, self._settled = progress, self.learner.state
+            metrics = step_metrics(
+                completions, rewards, rollout.group_size, mismatch, result, progress, clock.seconds, self.policy.arm
+            )
+            # First, so that no step counts whose line the disk did not take.
             self.metrics.append(metrics)
+            if self.tensorboard is not None:
+                self.tensorboard.append(metrics)
+            self.progress, self._settled = progress, self.learner.state
         return metrics
 
     def close(self) -> None:
-        """Stop the engine and release the checkpoint writer."""
+        """Stop the engine and release the writers."""
         self.checkpoints.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
         self.engine.close()
 
     def _examples(self) -> list[Example]:
@@ -201,7 +206,9 @@ class Trainer:
             samples=rollout.group_size,
             stop_token_ids=self.stop_token_ids,
         )
-        completions = self.engine.generate(prompts, sampling, full_rows=self.config.check.full_rows)
+        # Stock engines hand out no full rows.
+        full_rows = self.config.check.full_rows if self.policy.arm == "exact" else 0
+        completions = self.engine.generate(prompts, sampling, full_rows=full_rows)
         require_answers(completions, prompts, rollout.group_size, self.progress.weight_digest)
         return completions
 
