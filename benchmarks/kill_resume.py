@@ -86,7 +86,6 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     finally:
         config.unlink()
     differing = differences(whole, killed)
-    steps = [sum(v for k, v in line.items() if k.startswith("seconds_")) for line in read_metrics(whole.metrics)]
     return environment() | {
         "config": arguments.config.name,
         "device": jax.devices()[0].device_kind,
@@ -95,7 +94,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "kills": len(moments),
         "equal": not differing,
         "differences": differing,
-        "median_seconds_a_step": round(statistics.median(steps), 3),
+        "median_seconds_a_step": round(statistics.median(map(seconds_of, read_metrics(whole.metrics))), 3),
         "moments": moments,
     }
 
@@ -162,8 +161,8 @@ def kill_and_resume(
             process.send_signal(signal.SIGKILL)
             process.wait()
         lines = read_metrics(folder.metrics)
-        if len(lines) > 1:
-            seconds_a_step = sum(value for name, value in lines[-1].items() if name.startswith("seconds_"))
+        # The least, since a process's first step compiles and the one that is to be hit is a later one.
+        seconds_a_step = min(map(seconds_of, lines), default=seconds_a_step)
         moments.append(
             {
                 "resumed": resume,
@@ -176,6 +175,11 @@ def kill_and_resume(
         print(moments[-1], flush=True)
     finish(command(prepared(folder)), surroundings)
     return moments
+
+
+def seconds_of(line: Mapping[str, Any]) -> float:
+    """Seconds of a step, its checkpoint not included."""
+    return float(sum(value for name, value in line.items() if name.startswith("seconds_")))
 
 
 def prepared(folder: RunFolder) -> bool:

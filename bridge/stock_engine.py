@@ -84,12 +84,14 @@ class StockEngine:
             raise WeightDigestMismatch(
                 field="weights", found="no sync", allowed="engine.sync(params) first", reason="Whose weights are these?"
             )
+        from vllm.inputs import TokensPrompt
+
         longest = self._llm.llm_engine.vllm_config.model_config.max_model_len - 1
         ids = checked_ids(prompts, sampling, self._policy.config.vocab_size, longest)
         pairs = itertools.product(range(len(prompts)), range(sampling.samples))
         requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
         outputs = self._llm.generate(
-            [{"prompt_token_ids": ids[request.prompt]} for request in requests],
+            [TokensPrompt(prompt_token_ids=ids[request.prompt]) for request in requests],
             [
                 request.sampling_params(number, sampling, temperature=sampling.temperature)
                 for number, request in enumerate(requests)

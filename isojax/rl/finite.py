@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from contracts.errors import NonFiniteLogits
@@ -31,6 +34,17 @@ def require_finite(
         allowed="finite values",
         reason="One NaN or infinite logit spoils its whole row, so nothing is learned from this rollout.",
     )
+
+
+@contextmanager
+def naming_step(step: int) -> Iterator[None]:
+    """Inside, a NonFiniteLogits also says in which step of the run it was met."""
+    try:
+        yield
+    except NonFiniteLogits as error:
+        raise NonFiniteLogits(
+            field=f"step {step}, {error.field}", found=error.found, allowed=error.allowed, reason=error.reason
+        ) from error
 
 
 def _first_region(completion: Completion, place: int, policy: Policy, params: Parameters) -> str:

@@ -18,6 +18,7 @@ from isojax.rl.checkpoint import Checkpoints, Progress
 from isojax.rl.clock import Clock
 from isojax.rl.config import Config
 from isojax.rl.data_order import example_indices
+from isojax.rl.finite import naming_step
 from isojax.rl.interrupts import finishing_first
 from isojax.rl.learner import Learner
 from isojax.rl.metrics import MetricsFile, StepMetrics, step_metrics
@@ -122,7 +123,8 @@ class Trainer:
         try:
             with tqdm(total=steps, initial=self.progress.step, unit="step", disable=not show_progress) as bar:
                 while self.progress.step < steps:
-                    metrics = self.step()
+                    with naming_step(self.progress.step + 1):
+                        metrics = self.step()
                     bar.set_postfix_str(metrics.summary())
                     bar.update()
                     if metrics.step % self.config.train.checkpoint_every == 0 or metrics.step == steps:
