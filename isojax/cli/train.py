@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config)
     resume = arguments.resume is not None
     if resume:
-        folder = RunFolder(Path(arguments.resume)) if arguments.resume else latest_run(arguments.runs, config.name)
+        folder = RunFolder(Path(arguments.resume)) if arguments.resume else latest_run(arguments.runs, config.run_name)
     else:
-        folder = new_run(arguments.runs, config.name)
+        folder = new_run(arguments.runs, config.run_name)
     # A scheduler ends a job with SIGTERM; it is as good a reason to stop in order as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -1,7 +1,7 @@
 """The dense decoder of the llama and Qwen3 families: one scan over stacked layers, all rounding in regions."""
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,12 @@ Remat = Literal["none", "layer"]
 class DenseLayer(nnx.Module):
     """One decoder layer. As a part of `DensePolicy` its parameters carry a leading layer axis L."""
 
-    def __init__(self, config: PolicyConfig, dtype: jnp.dtype, stack: tuple[int, ...] = ()) -> None:
-        """Allocate zeros; `stack` is () for a single layer or (L,) for all of them."""
+    def __init__(
+        self, config: PolicyConfig, dtype: jnp.dtype, stack: tuple[int, ...] = (), operations: Any = pallas_kernels
+    ) -> None:
+        """Allocate zeros; `stack` is () for a single layer or (L,) for all of them. operations: see `DensePolicy`."""
         self.config = config
+        self.operations = operations
         H, I, Q, K, D = (  # noqa: E741
             config.hidden_size,
             config.intermediate_size,
@@ -62,8 +65,8 @@ class DenseLayer(nnx.Module):
         fused with the norm that follows it: one rounding of the sum, before the variance.
         """
         config = self.config
-        qkv = pallas_kernels.matmul(normed_TH, self.qkv[...], self.qkv_bias[...] if config.attention_bias else None)
-        q, k, v = pallas_kernels.qk_norm_rope(
+        qkv = self.operations.matmul(normed_TH, self.qkv[...], self.qkv_bias[...] if config.attention_bias else None)
+        q, k, v = self.operations.qk_norm_rope(
             qkv,
             cos_sin_TD,
             self.q_norm[...] if config.qk_norm else None,
@@ -71,34 +74,40 @@ class DenseLayer(nnx.Module):
             key_heads=config.num_kv_heads,
             eps=config.rms_norm_eps,
         )
-        attended = pallas_kernels.attention(
+        attended = self.operations.attention(
             q, k, v, positions_T, segment_ids_T, layer, scale=config.softmax_scale, split=config.attention_split
         )
-        attended = pallas_kernels.matmul(
+        attended = self.operations.matmul(
             attended.reshape(attended.shape[0], config.query_size),
             self.o[...],
             self.o_bias[...] if config.attention_bias else None,
             leaves=config.leaves,
         )
-        normed, residual = pallas_kernels.add_rms_norm(
+        normed, residual = self.operations.add_rms_norm(
             attended, residual_TH, self.post_attention_norm[...], eps=config.rms_norm_eps
         )
-        gated = pallas_kernels.swiglu(pallas_kernels.matmul(normed, self.gate_up[...]))
-        fed = pallas_kernels.matmul(gated, self.down[...], leaves=config.leaves)
-        return pallas_kernels.add_rms_norm(fed, residual, next_norm_H, eps=config.rms_norm_eps)
+        gated = self.operations.swiglu(self.operations.matmul(normed, self.gate_up[...]))
+        fed = self.operations.matmul(gated, self.down[...], leaves=config.leaves)
+        return self.operations.add_rms_norm(fed, residual, next_norm_H, eps=config.rms_norm_eps)
 
 
 class DensePolicy(nnx.Module):
     """Embedding, stacked layers, norms and head. Parameter paths joined by dots are the policy's flat names."""
 
-    def __init__(self, config: PolicyConfig, dtype: jnp.dtype, remat: Remat = "layer") -> None:
-        """Allocate zeros in `dtype`; `remat` "layer" recomputes each layer in the backward, "none" keeps everything."""
+    def __init__(
+        self, config: PolicyConfig, dtype: jnp.dtype, remat: Remat = "layer", operations: Any = pallas_kernels
+    ) -> None:
+        """Allocate zeros in `dtype`; `remat` "layer" recomputes each layer in the backward, "none" keeps everything.
+
+        operations: what holds the arithmetic: the regions, or functions of the same names without them.
+        """
         self.config = config
+        self.operations = operations
         self.remat = remat
         # A manual mesh axis over which every parameter is cut along axis 1 (fully sharded), if any.
         self.gather_axis: str | None = None
         self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.hidden_size), dtype))
-        self.layers = DenseLayer(config, dtype, (config.num_layers,))
+        self.layers = DenseLayer(config, dtype, (config.num_layers,), operations)
         # Row l is the input norm of layer l, the last row the final norm.
         self.norms = nnx.Param(jnp.zeros((config.num_layers + 1, config.hidden_size), dtype))
         if not config.tied_head:
@@ -116,7 +125,7 @@ class DensePolicy(nnx.Module):
         cos_sin_TD = rope_table_PD.at[positions_T].get(mode="promise_in_bounds", wrap_negative_indices=False)
         residual_TH = embed(self._whole(self.embed[...], axis=1), tokens_T)
         norms_LH = self._whole(self.norms[...], axis=1)
-        normed_TH = pallas_kernels.rms_norm(residual_TH, norms_LH[0], eps=self.config.rms_norm_eps)
+        normed_TH = self.operations.rms_norm(residual_TH, norms_LH[0], eps=self.config.rms_norm_eps)
         definition, stacked = nnx.split(self.layers)
 
         def body(carry, layer_inputs):

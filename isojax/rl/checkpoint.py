@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from contracts.errors import BadCheckpoint
 from isojax.rl.collect import Rollout
+from isojax.rl.files import cannot_write
 from isojax.rl.optimizer import LearnerState
 from isojax.rl.rollout_record import rollout_from_json, rollout_to_json
 
@@ -38,7 +39,10 @@ class Progress:
 
 
 class Checkpoints:
-    """The numbered checkpoints of one run. A directory that was not finished does not count as one."""
+    """The numbered checkpoints of one run. A directory that was not finished does not count as one.
+
+    Each is written under a temporary name and renamed when it is whole, so a process may end at any moment.
+    """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         """keep: how many of the newest stay on the disk."""
@@ -50,20 +54,30 @@ class Checkpoints:
         """The newest complete checkpoint's step, or None."""
         return self._manager.latest_step()
 
+    def unfinished(self) -> list[str]:
+        """Names of what a process that ended while it wrote has left half-written here."""
+        complete = {str(step) for step in self._manager.all_steps()}
+        return sorted(path.name for path in self.folder.iterdir() if path.name not in complete)
+
     def save(self, state: LearnerState, progress: Progress, waiting: Rollout | None = None) -> None:
         """Write one checkpoint under its step; it appears whole or not at all.
 
-        waiting: the rollout of the next step where it was sampled already.
+        waiting: the rollout of the next step where it was sampled already. Raises CannotWrite, with the older
+        checkpoints as they were.
         """
-        self._manager.save(
-            progress.step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()),
-                progress=ocp.args.JsonSave({"format": FORMAT, **asdict(progress)}),
-                waiting=ocp.args.JsonSave({"rollout": None if waiting is None else rollout_to_json(waiting)}),
-            ),
-        )
-        self._manager.wait_until_finished()
+        try:
+            self._manager.save(
+                progress.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state._asdict()),
+                    progress=ocp.args.JsonSave({"format": FORMAT, **asdict(progress)}),
+                    waiting=ocp.args.JsonSave({"rollout": None if waiting is None else rollout_to_json(waiting)}),
+                ),
+            )
+            self._manager.wait_until_finished()
+        # Orbax passes on what its storage raises, which for a full disk is a ValueError.
+        except Exception as error:
+            raise cannot_write(self.folder / str(progress.step), str(error)[-300:]) from error
 
     def restore(self, step: int, like: LearnerState) -> tuple[LearnerState, Progress]:
         """The state and progress of a step. `like`: a state of the same shapes, whose values are not used.

@@ -147,8 +147,9 @@ class Collector:
             samples=rollout.group_size,
             stop_token_ids=self.stop_token_ids,
         )
-        # A call for a part of the prompts has its share of the rows, rounded up.
-        rows = -(-self.config.check.full_rows * len(examples) // rollout.prompts_per_step)
+        # A call for a part of the prompts has its share of the rows, rounded up. Stock engines hand out none.
+        wanted = self.config.check.full_rows if self.policy.arm == "exact" else 0
+        rows = -(-wanted * len(examples) // rollout.prompts_per_step)
         completions = self.engine.generate(prompts, sampling, full_rows=rows)
         require_answers(completions, prompts, rollout.group_size, weight_digest)
         return completions

@@ -18,12 +18,15 @@ class PolicySection(Section):
       left out with `random`.
     random: a Hugging Face style model configuration; the weights are drawn from `random_seed`.
     dtype: what the forward computes in. Master weights are float32 either way.
+    arm: "exact", or "native" for the baseline that exactness is compared with: the same policy in plain JAX without
+      regions, beside the engine's stock form. Of its bits nothing is promised, and everything that it leaves says so.
     """
 
     source: str | None = None
     random: dict[str, Any] | None = None
     random_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    arm: Literal["exact", "native"] = "exact"
 
     @model_validator(mode="after")
     def _one_origin(self) -> PolicySection:
@@ -116,11 +119,28 @@ class CheckSection(Section):
     on_mismatch: Literal["stop", "record"] = "stop"
 
 
+class MetricsSection(Section):
+    """Where a step's metrics go beside `metrics.jsonl`. tensorboard: also into TensorBoard's event files."""
+
+    tensorboard: bool = False
+
+
+class MemorySection(Section):
+    """How a card's memory is split between trainer and engine, checked before the engine starts.
+
+    reserve_bytes: for what has no fixed size: activations, workspaces of compiled programs, captured graphs. What the
+    rest takes is computed; see `isojax.rl.memory_split`.
+    """
+
+    reserve_bytes: NotNegative = 8 << 30
+
+
 class EngineSection(Section):
-    """Which installed engine samples, and its own settings (passed through to it)."""
+    """Which installed engine samples, its own settings (passed through to it), and its card's memory."""
 
     name: str = "vllm"
     settings: dict[str, Any] = Field(default_factory=dict)
+    memory: MemorySection = MemorySection()
 
 
 class Config(Section):
@@ -136,6 +156,21 @@ class Config(Section):
     algorithm: AlgorithmSection = GrpoSection()
     check: CheckSection = CheckSection()
     engine: EngineSection = EngineSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run's folder: that of a native run says so."""
+        return self.name if self.policy.arm == "exact" else f"{self.name}-{self.policy.arm}"
+
+    @model_validator(mode="after")
+    def _native_only_records(self) -> Config:
+        if self.policy.arm == "native" and self.check.on_mismatch != "record":
+            raise ValueError(
+                "policy.arm = 'native' needs check.on_mismatch = 'record': stock stacks differ in almost every token, "
+                "so a run that stops at the first difference would end in its first step"
+            )
+        return self
 
     @model_validator(mode="after")
     def _minibatches_divide(self) -> Config:

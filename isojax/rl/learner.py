@@ -90,7 +90,7 @@ class Learner:
     def restore(self, state: LearnerState) -> None:
         """Continue from a checkpoint's state."""
         self.state = state
-        self.params = jax.jit(partial(compute_copies, dtype=self.policy.dtype))(state.master)
+        self.params = jax.jit(partial(compute_copies, policy=self.policy))(state.master)
 
     def update(
         self,
@@ -204,7 +204,7 @@ class Learner:
                     field=name, found=value, allowed="a finite number", reason="The update was not applied."
                 )
         self.state, self.params = _apply_gradients(
-            self.state, part.gradients, optimizer=self._optimizer, dtype=self.policy.dtype
+            self.state, part.gradients, optimizer=self._optimizer, policy=self.policy
         )
         return norm
 
@@ -235,13 +235,13 @@ def _accumulate_gradients(
     return accumulated, loss, parts, log_probs_T
 
 
-@partial(jax.jit, static_argnames=("optimizer", "dtype"), donate_argnames=("state", "gradients"))
+@partial(jax.jit, static_argnames=("optimizer", "policy"), donate_argnames=("state", "gradients"))
 def _apply_gradients(
-    state: LearnerState, gradients: Parameters, *, optimizer: OptimizerSection, dtype: str
+    state: LearnerState, gradients: Parameters, *, optimizer: OptimizerSection, policy: Policy
 ) -> tuple[LearnerState, Parameters]:
     updates, moments = build_optimizer(optimizer).update(gradients, state.optimizer, state.master)
     master = optax.apply_updates(state.master, updates)
-    return LearnerState(master, moments), compute_copies(master, dtype)
+    return LearnerState(master, moments), compute_copies(master, policy)
 
 
 def _added(parts: Sequence[LossParts]) -> LossParts:

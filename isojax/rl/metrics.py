@@ -16,8 +16,9 @@ from contracts.user_files import parse_json_object, read_bytes
 from isojax.rl.checkpoint import Progress
 from isojax.rl.collect import Rollout
 from isojax.rl.entropy import sampled_entropy
-from isojax.rl.files import write_atomically
+from isojax.rl.files import write_atomically, written
 from isojax.rl.learner import UpdateResult
+from isojax.rl.memory import memory_marks
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class StepMetrics:
       weights that sampled each of the step's tokens. version_lag: updates between them and the step's first update.
     seconds_*: of what was done in this step; with a lag that is the next step's rollout, and where the engine samples
       while the trainer trains, only the time that the trainer then still waited for it.
+    tokens_per_second_rollout: sampled, or None where the step sampled none. tokens_per_second_train: of prompts and
+      completions together, each counted once.
+    memory_*_bytes: high-water marks since the process started (`isojax.rl.memory`); None where a device keeps none.
+    arm: "exact", or "native" for the baseline without regions, of which nothing is promised.
     """
 
     step: int
@@ -71,28 +76,42 @@ class StepMetrics:
     seconds_check: float
     seconds_train: float
     seconds_sync: float
+    tokens_per_second_rollout: float | None
+    tokens_per_second_train: float
+    memory_process_bytes: int
+    memory_device_bytes: int | None
     policy_version: int
     rollout_version: int
     version_lag: int
     data_position: int
     weight_digest: str
     numerical_policy: str
+    arm: str
 
     def summary(self) -> str:
         """What a progress bar has room for."""
+        arm = "" if self.arm == "exact" else f"{self.arm} arm, "
         return (
-            f"reward {self.reward_mean:.3f}, mismatches {self.mismatch_tokens}/{self.tokens} tokens "
+            f"{arm}reward {self.reward_mean:.3f}, mismatches {self.mismatch_tokens}/{self.tokens} tokens "
             f"{self.full_row_mismatches}/{self.full_rows} rows"
         )
 
 
 def step_metrics(
-    rollout: Rollout, before: Progress, result: UpdateResult, after: Progress, seconds: Mapping[str, float]
+    rollout: Rollout,
+    before: Progress,
+    result: UpdateResult,
+    after: Progress,
+    seconds: Mapping[str, float],
+    arm: str = "exact",
 ) -> StepMetrics:
     """The line of one step between two states of progress; `seconds` has rollout, check, train and sync where timed."""
     mismatch = rollout.mismatch.joined(result.mismatch)
     groups = rollout.rewards.reshape(-1, rollout.groups.shape[1])
     kl = result.reference_kl
+    memory = memory_marks()
+    sampled = int(rollout.lengths.sum())
+    trained = sum(len(completion.prompt_tokens) for completion in rollout.completions) + sampled
     return StepMetrics(
         step=after.step,
         reward_mean=float(rollout.rewards.mean()),
@@ -121,13 +140,27 @@ def step_metrics(
         seconds_check=seconds.get("check", 0.0),
         seconds_train=seconds["train"],
         seconds_sync=seconds["sync"],
+        tokens_per_second_rollout=sampled / seconds["rollout"] if seconds.get("rollout") else None,
+        tokens_per_second_train=trained / seconds["train"],
+        memory_process_bytes=memory.process,
+        memory_device_bytes=memory.device,
         policy_version=after.policy_version,
         rollout_version=rollout.policy_version,
         version_lag=before.policy_version - rollout.policy_version,
         data_position=after.data_position,
         weight_digest=after.weight_digest,
         numerical_policy=after.numerical_policy,
+        arm=arm,
     )
+
+
+MEASURED = ("seconds_", "tokens_per_second_", "memory_")
+"""Beginnings of the fields that a clock or the machine gives; all others are equal in every run of a configuration."""
+
+
+def reproducible(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's line without what differs from run to run."""
+    return {name: value for name, value in line.items() if not name.startswith(MEASURED)}
 
 
 class MetricsFile:
@@ -137,9 +170,9 @@ class MetricsFile:
         self.path = path
 
     def append(self, metrics: StepMetrics) -> None:
-        """Add one step's line."""
+        """Add one step's line. Raises CannotWrite; of a line that was cut short nothing counts."""
         line = json.dumps(asdict(metrics), allow_nan=False) + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
+        with written(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from contracts import EngineReport, ExecutionContract
+    from isojax.policy.policy import Arm
 
 ENGINE_ENTRY_POINTS = "isojax.engines"
 
@@ -146,11 +147,28 @@ def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     return derive_seed("request", seed, prompt_index, sample_index)
 
 
-def open_engine(name: str, folder: str | Path, **settings: Any) -> RolloutEngine:
+def open_engine(name: str, folder: str | Path, *, arm: Arm = "exact", **settings: Any) -> RolloutEngine:
     """Start the engine that is registered as `name` on an exported policy folder.
 
-    Engines are found through the entry point group `isojax.engines`, so the trainer never imports one.
-    Raises BadConfig if no installed package registers the name.
+    arm: "native" starts its baseline instead, the class's own `native(folder, **settings)`, on an ordinary checkpoint.
+    Raises as `engine_class`, and BadConfig for an engine without a baseline.
+    """
+    engine = engine_class(name)
+    if arm == "exact":
+        return engine(folder, **settings)
+    if not hasattr(engine, "native"):
+        raise BadConfig(
+            field="policy.arm", found=arm, allowed="exact", reason=f"The engine {name!r} has no baseline to start."
+        )
+    return engine.native(folder, **settings)
+
+
+def engine_class(name: str) -> Any:
+    """What is registered as `name`: called with a folder and settings it starts an engine.
+
+    It may also have `native`, see `open_engine`, and `device_bytes()`, the memory of the card that the engine would run
+    on or None without a card. Engines are found through the entry point group `isojax.engines`, so the trainer never
+    imports one. Raises BadConfig if no installed package registers the name.
     """
     found = {point.name: point for point in entry_points(group=ENGINE_ENTRY_POINTS)}
     if name not in found:
@@ -160,4 +178,4 @@ def open_engine(name: str, folder: str | Path, **settings: Any) -> RolloutEngine
             allowed=sorted(found) or "none is installed",
             reason=f"Engines register under the entry point group {ENGINE_ENTRY_POINTS!r}; install isojax with pip.",
         )
-    return found[name].load()(folder, **settings)
+    return found[name].load()

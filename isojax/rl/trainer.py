@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
-from contracts import ExecutionContract, bits_float, handshake
-from contracts.errors import BadCheckpoint, BadConfig, WeightDigestMismatch
-from isojax.mesh import mesh_degrees
+from contracts import ExecutionContract
+from contracts.errors import BadCheckpoint, WeightDigestMismatch
 from isojax.policy.policy import Policy
+from isojax.rl.arms import agree
 from isojax.rl.check_rollout import score
 from isojax.rl.checkpoint import Checkpoints, Progress
 from isojax.rl.clock import Clock
 from isojax.rl.collect import Collector, Rollout
 from isojax.rl.config import Config
+from isojax.rl.finite import naming_step
 from isojax.rl.interrupts import finishing_first
 from isojax.rl.learner import Learner, UpdateResult
 from isojax.rl.metrics import MetricsFile, StepMetrics, step_metrics
@@ -29,6 +30,7 @@ from isojax.rl.report import write_report
 from isojax.rl.rollout import Completion, RolloutEngine
 from isojax.rl.run_folder import RunFolder
 from isojax.rl.tasks import Task
+from isojax.rl.tensorboard import TensorBoard
 from isojax.weights.digest import digest
 
 _SECONDS_BETWEEN_REPORTS = 5.0
@@ -43,7 +45,7 @@ class Trainer:
         *,
         policy: Policy,
         params: Parameters,
-        contract: ExecutionContract,
+        contract: ExecutionContract | None,
         engine: RolloutEngine,
         task: Task,
         encoder: PromptEncoder,
@@ -52,21 +54,11 @@ class Trainer:
     ) -> None:
         """`params` are the starting weights, which also stay as the frozen reference where a KL term asks for one.
 
-        Raises what `contract.check_mesh` and `contracts.handshake` raise: nothing is sampled before both agree.
+        contract: what `policy` and `engine` run; None in the native arm. Raises as `isojax.rl.arms.agree`: nothing is
+        sampled before both agree.
         """
         self.config, self.policy, self.contract, self.engine, self.folder = config, policy, contract, engine, folder
-        # As the contract holds it, rounded to float32 once for both sides.
-        self.temperature = bits_float(contract.semantics.temperature)
-        if self.temperature != np.float32(config.rollout.temperature):
-            raise BadConfig(
-                field="rollout.temperature",
-                found=config.rollout.temperature,
-                allowed=f"the contract's {self.temperature}",
-                reason="Log-probabilities are log_softmax(logits / T) at one T on both sides.",
-            )
-        mesh = mesh_degrees(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)))
-        contract.check_mesh(mesh)
-        handshake(contract, engine.report(), trainer_mesh=mesh)
+        self.temperature, numerical_policy = agree(config, policy, contract, engine)
         self.learner = Learner(
             policy,
             params,
@@ -86,9 +78,10 @@ class Trainer:
         )
         self._reference = dict(self.learner.params) if config.algorithm.objective.kl_weight else None
         self.metrics = MetricsFile(folder.metrics)
+        self.tensorboard = TensorBoard(folder.tensorboard) if config.metrics.tensorboard else None
         self.checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
         start = digest(params)
-        self.progress = Progress(0, 0, 0, config.seed, start, start, contract.validate_identities().numerical_policy)
+        self.progress = Progress(0, 0, 0, config.seed, start, start, numerical_policy)
         # The learner's state that belongs to `progress`; while it holds another, there is nothing consistent to save.
         self._settled = self.learner.state
         # With a lag, the rollout of the step after `progress`: sampled, rewarded and checked.
@@ -101,13 +94,17 @@ class Trainer:
         Raises BadCheckpoint if there is none, or it was computed under another contract, seed or starting policy.
         """
         step = self.checkpoints.latest()
+        unfinished = ", ".join(self.checkpoints.unfinished())
         if step is None:
             raise BadCheckpoint(
                 field="--resume",
-                found=f"no complete checkpoint in {self.folder.checkpoints}",
+                found=f"no complete checkpoint in {self.folder.checkpoints}"
+                + (f", half-written: {unfinished}" if unfinished else ""),
                 allowed="1 or more",
                 reason="The run stopped before its first checkpoint; start it anew.",
             )
+        if unfinished:
+            print(f"isojax: half-written and not used: {unfinished}; continuing after step {step}", file=sys.stderr)
         state, progress = self.checkpoints.restore(step, self.learner.state)
         for name in ("numerical_policy", "reference_digest", "seed"):
             if getattr(progress, name) != getattr(self.progress, name):
@@ -144,7 +141,8 @@ class Trainer:
         try:
             with tqdm(total=steps, initial=self.progress.step, unit="step", disable=not show_progress) as bar:
                 while self.progress.step < steps:
-                    metrics = self.step()
+                    with naming_step(self.progress.step + 1):
+                        metrics = self.step()
                     bar.set_postfix_str(metrics.summary())
                     bar.update()
                     if metrics.step % self.config.train.checkpoint_every == 0 or metrics.step == steps:
@@ -154,9 +152,11 @@ class Trainer:
                         write_report(self.folder)
                         reported = time.monotonic()
         finally:
-            if saved != self.progress.step and self.learner.state is self._settled:
-                self.checkpoints.save(self.learner.state, self.progress, self._waiting)
-            write_report(self.folder)
+            try:
+                if saved != self.progress.step and self.learner.state is self._settled:
+                    self.checkpoints.save(self.learner.state, self.progress, self._waiting)
+            finally:
+                write_report(self.folder)
 
     def step(self) -> StepMetrics:
         """One step: its metrics are written and the engine holds the new weights when it returns.
@@ -175,14 +175,19 @@ class Trainer:
             with clock("sync"):
                 progress = self._advanced(rollout, result.updates)
                 self._sync(progress)
-            metrics = step_metrics(rollout, self.progress, result, progress, clock.seconds)
-            self.progress, self._settled, self._waiting = progress, self.learner.state, waiting
+            metrics = step_metrics(rollout, self.progress, result, progress, clock.seconds, self.policy.arm)
+            # First, so that no step counts whose line the disk did not take.
             self.metrics.append(metrics)
+            if self.tensorboard is not None:
+                self.tensorboard.append(metrics)
+            self.progress, self._settled, self._waiting = progress, self.learner.state, waiting
         return metrics
 
     def close(self) -> None:
-        """Stop the engine and release the checkpoint writer."""
+        """Stop the engine and release the writers."""
         self.checkpoints.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
         self.engine.close()
 
     def _sample(self, clock: Clock, before: Rollout | None = None) -> Rollout:

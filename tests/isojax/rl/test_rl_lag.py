@@ -6,7 +6,7 @@ from rl_samples import honest_report, leaf_bits, run_config, small_contract, sma
 
 from contracts.errors import BadCheckpoint, DifferenceFound
 from isojax.rl.checkpoint import Checkpoints
-from isojax.rl.metrics import read_metrics
+from isojax.rl.metrics import read_metrics, reproducible
 
 STEPS = 4
 
@@ -36,8 +36,7 @@ def run(folder, engine, steps=STEPS):
 
 
 def lines_of(trainer):
-    lines = read_metrics(trainer.folder.metrics)
-    return [{key: value for key, value in line.items() if not key.startswith("seconds_")} for line in lines]
+    return [reproducible(line) for line in read_metrics(trainer.folder.metrics)]
 
 
 @pytest.fixture(scope="module")
