@@ -14,6 +14,7 @@ from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import Remat
 from isojax.policy.native import native_policy
 from isojax.policy.policy import Policy
+from isojax.rl.card import machine_arch, prove_for_run, run_shapes, seal_for_run
 from isojax.rl.config import Config, PolicySection
 from isojax.rl.files import written
 from isojax.rl.memory_split import DEFAULT_KV_CACHE_BYTES, memory_split
@@ -51,11 +52,18 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
         folder.require_same_config(config)
     else:
         policy, params, files = open_policy(config.policy, config_folder, remat)
+        arch = machine_arch()
+        kernels = None
+        if exact and arch != "cpu":
+            kernels = seal_for_run(policy, run_shapes(config, policy.config.max_position))
         with written(folder.policy):
             if exact:
-                export_policy(folder.policy, policy, params, files, temperature=config.rollout.temperature)
+                temperature = config.rollout.temperature
+                export_policy(folder.policy, policy, params, files, temperature=temperature, arch=arch, kernels=kernels)
             else:
                 export_checkpoint(folder.policy, policy, params, files)
+        if kernels is not None:
+            prove_for_run(folder.policy, arch)
     folder.write_config(config)
     # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
     policy, params = load(folder.policy, config.policy.dtype, remat=remat)
