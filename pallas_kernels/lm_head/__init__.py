@@ -57,7 +57,7 @@ TOKEN_REGION = Region(
     spec=TOKEN_SPEC,
 )
 _rows_call = differentiable(ROWS_REGION, vjp.rows_backward)
-_token_call = differentiable(TOKEN_REGION, vjp.token_backward)
+_token_call = differentiable(TOKEN_REGION, vjp.token_backward, vjp.keep_log_probs)
 
 
 def log_prob_rows(x_TH: jax.Array, w_VH: jax.Array, temperature: jax.Array | float, *, vocab_size: int) -> jax.Array:
