@@ -35,15 +35,14 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     starts.
     """
     task = open_task(config.task, config_folder)
-    remat: Remat = "layer" if config.train.remat else "none"
     if resume:
         folder.require_same_config(config)
     else:
-        policy, params, files = open_policy(config.policy, config_folder, remat)
+        policy, params, files = open_policy(config.policy, config_folder, config.train.remat)
         export_policy(folder.policy, policy, params, files, temperature=config.rollout.temperature)
     folder.write_config(config)
     # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
-    policy, params = load(folder.policy, config.policy.dtype, remat=remat)
+    policy, params = load(folder.policy, config.policy.dtype, remat=config.train.remat)
     encoder = PromptEncoder(folder.policy)
     _require_fitting_prompts(config, policy, task, encoder)
     stop = config.rollout.stop_token_ids

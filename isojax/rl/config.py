@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from contracts.temperature import LARGEST, SMALLEST
+from isojax.policy.dense import Remat
 
 Positive = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -115,13 +116,13 @@ class TrainSection(Section):
     """How long, and how the batch is cut.
 
     micro_batch_tokens: most tokens in one packed micro-batch; gradients are accumulated over them in float32.
-    remat: recompute each layer's activations in the backward instead of keeping them.
+    remat: what the backward computes again instead of keeping it: "none", "layer" or "regions", see `isojax.Policy`.
     checkpoint_every: steps between checkpoints (the last step always has one). keep_checkpoints: how many stay.
     """
 
     steps: Positive
     micro_batch_tokens: Positive = 1024
-    remat: bool = False
+    remat: Remat = "none"
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
 

@@ -32,15 +32,12 @@ def keep_log_probs(operands: tuple[jax.Array, ...], log_probs_T: jax.Array) -> t
 
 def token_backward(residuals: Any, cotangent_T: jax.Array, *, vocab_size: int) -> tuple[Any, ...]:
     """Cotangents of hidden rows, head weights and temperature for one target a row."""
-    g_x, g_w, g_temperature, _ = _tokens(*residuals, cotangent_T, vocab_size=vocab_size)
-    return g_x, g_w, None, g_temperature
+    return probed_backward(residuals, cotangent_T, vocab_size=vocab_size)[:-1]
 
 
-def entropy_backward(
-    residuals: Any, cotangents: tuple[jax.Array, jax.Array], *, vocab_size: int
-) -> tuple[Any, ...]:
-    """The same, and in place of a cotangent of the probe the entropy of every row."""
-    g_x, g_w, g_temperature, entropy_T = _tokens(*residuals, cotangents, vocab_size=vocab_size)
+def probed_backward(residuals: Any, cotangent_T: jax.Array, *, vocab_size: int) -> tuple[Any, ...]:
+    """The same, and in place of the probe's cotangent the entropy of every row."""
+    g_x, g_w, g_temperature, entropy_T = _tokens(*residuals, cotangent_T, vocab_size=vocab_size)
     return g_x, g_w, None, g_temperature, entropy_T
 
 
