@@ -11,6 +11,9 @@ from pallas_kernels.jax_api import Primitive, ShapedArray, batching, mlir, resul
 Form = Callable[..., tuple[jax.Array, ...]]
 Static = int | float | bool | str
 
+FORMS: dict[str, dict[str, Form]] = {}
+"""By function and platform. Read where a call is lowered."""
+
 
 def by_platform(name: str, *, cpu: Form, cuda: Form) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns `call(*operands, **static)`, which is `cpu` or `cuda` by the platform that it is lowered for.
@@ -22,6 +25,7 @@ def by_platform(name: str, *, cpu: Form, cuda: Form) -> Callable[..., tuple[jax.
     """
     primitive = Primitive(f"isojax_{name}")
     primitive.multiple_results = True
+    FORMS[name] = {"cpu": cpu, "cuda": cuda}
 
     @primitive.def_abstract_eval
     def abstract_eval(*avals: ShapedArray, **static: Static) -> list[ShapedArray]:
@@ -37,13 +41,13 @@ def by_platform(name: str, *, cpu: Form, cuda: Form) -> Callable[..., tuple[jax.
     def evaluate(*operands: jax.Array, **static: Static) -> Any:
         return compiled(tuple(sorted(static.items())))(*operands)
 
-    def lower(form: Form, context: Any, *operands: Any, **static: Static) -> Any:
+    def lower(platform: str, context: Any, *operands: Any, **static: Static) -> Any:
         # Inside of a lowering there is only one device's part of an array.
         local = context.replace(
             avals_in=[without_manual_axes(aval) for aval in context.avals_in],
             avals_out=[without_manual_axes(aval) for aval in context.avals_out],
         )
-        return mlir.lower_fun(form, multiple_results=True)(local, *operands, **static)
+        return mlir.lower_fun(FORMS[name][platform], multiple_results=True)(local, *operands, **static)
 
     def refuse(context: Any, *operands: Any, **static: Static) -> Any:
         platforms = ", ".join(context.module_context.platforms)
@@ -60,8 +64,8 @@ def by_platform(name: str, *, cpu: Form, cuda: Form) -> Callable[..., tuple[jax.
         results = jax.lax.map(one, mapped)
         return results, [0] * len(results)
 
-    mlir.register_lowering(primitive, partial(lower, cpu), platform="cpu")
-    mlir.register_lowering(primitive, partial(lower, cuda), platform="cuda")
+    for platform in FORMS[name]:
+        mlir.register_lowering(primitive, partial(lower, platform), platform=platform)
     mlir.register_lowering(primitive, refuse)
     batching.primitive_batchers[primitive] = batch
 

@@ -6,8 +6,8 @@
 # Both kernels cut the packed rows at absolute multiples of a tile, whatever sequences lie there: a row's sequence is
 # the rows from its start on, so a query sees the keys from its own start up to itself. Each result is summed by one
 # warpgroup in one order, which makes the gradients the same in every run.
-# Source: Dao 2023, FlashAttention-2, algorithm 2, split in two kernels; the weights' normalisation is deferred to the
-# end in the first, so that one pass over the keys gives the queries' gradient and the log-sum-exp that the second needs.
+# Source: Dao 2023, FlashAttention-2, algorithm 2, split in two kernels; the first normalises its weights at the end, so
+# that one pass over the keys gives the queries' gradient and the log-sum-exp that the second needs.
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ def hopper_gradients(
             f"attention's backward on sm90 takes bfloat16, head sizes in steps of 16 up to 128 and tokens in steps of "
             f"{TILE}; got {q_THD.dtype}, {D} and {T}"
         )
-    # Padding rows give a constant zero.
-    g_THD = jnp.where((segment_ids_T >= 0)[:, None, None], cotangent_THD, 0)
-    mean_HT = jnp.einsum("thd,thd->ht", g_THD.astype(jnp.float32), out_THD.astype(jnp.float32))
+    mean_HT = jnp.sum(cotangent_THD.astype(jnp.float32) * out_THD.astype(jnp.float32), axis=-1).T
     start_T = jnp.arange(T, dtype=jnp.int32) - positions_T
     tiles = jnp.arange(T // TILE, dtype=jnp.int32) * TILE
     # Starts never fall from row to row, so a tile's first row decides which keys it begins with, and the queries of a
     # tile of keys end before the first block whose first row starts behind the tile.
     first_block = start_T[::TILE] // KEY_BLOCK
     end_block = jnp.sum(start_T[None, ::QUERY_BLOCK] < (tiles + TILE)[:, None], axis=1, dtype=jnp.int32)
-    q_TC, g_TC = (a.reshape(T, H * D) for a in (q_THD, g_THD))
+    # Padding rows give a constant zero: they see no key.
+    start_T = jnp.where(segment_ids_T < 0, T, start_T)
+    q_TC, g_TC = (a.reshape(T, H * D) for a in (q_THD, cotangent_THD))
     k_TC, v_TC = (a.reshape(T, K * D) for a in (k_TKD, v_TKD))
     queries = query_kernel(T, H, K, D, scale=scale, staged_weights=staged_weights)
     keys = key_kernel(T, H, K, D, scale=scale, staged_weights=staged_weights)
@@ -78,9 +78,7 @@ def _zeros(*shape: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
 
 
-def _two_products(
-    a: tuple[jax.Ref, jax.Ref], b: tuple[jax.Ref, jax.Ref], columns: int
-) -> tuple[jax.Array, jax.Array]:
+def _two_products(a: tuple[jax.Ref, jax.Ref], b: tuple[jax.Ref, jax.Ref], columns: int) -> tuple[jax.Array, jax.Array]:
     """a[0] @ b[0].T and a[1] @ b[1].T, fp32 [ROWS, columns]; waits for the tensor cores once."""
 
     def products(first: jax.Ref, second: jax.Ref) -> tuple[jax.Array, jax.Array]:
@@ -92,14 +90,40 @@ def _two_products(
     return pl.run_scoped(products, kind, kind)
 
 
-def _left(values: jax.Array, staged: jax.Ref | None) -> jax.Array | jax.Ref:
-    """A left operand of wgmma: from registers, or through shared memory."""
-    narrow = values.astype(jnp.bfloat16)
-    if staged is None:
-        return narrow
-    staged[...] = narrow
-    plgpu.commit_smem()
-    return staged
+class _Adder:
+    """Adds products to sums in registers, left operands from registers too, or, to be interpreted, as it can be.
+
+    The GPU interpreter knows wgmma with a left operand in shared memory (``staged``) and a sum that starts at zero.
+    """
+
+    def __init__(self, staged: tuple[jax.Ref, ...] | None) -> None:
+        self.staged = staged
+
+    def __call__(self, *sums: tuple[jax.Array, jax.Array, jax.Ref]) -> tuple[jax.Array, ...]:
+        """total + left @ right for each (total, left, right); waits for the tensor cores once."""
+        totals, lefts, rights = zip(*sums, strict=True)
+        lefts = tuple(left.astype(jnp.bfloat16) for left in lefts)
+        if self.staged is None:
+
+            def products(accumulators: tuple[jax.Ref, ...]) -> None:
+                for accumulator, left, right in zip(accumulators, lefts, rights, strict=True):
+                    plgpu.wgmma(accumulator, left, right)
+
+            return tuple(pl.run_state(products)(tuple(plgpu.ACC.init(total) for total in totals)))
+        return tuple(
+            total + self._from_zero(left, right, place)
+            for total, left, right, place in zip(totals, lefts, rights, self.staged, strict=True)
+        )
+
+    def _from_zero(self, left: jax.Array, right: jax.Ref, place: jax.Ref) -> jax.Array:
+        place[...] = left
+        plgpu.commit_smem()
+
+        def product(accumulator: jax.Ref) -> jax.Array:
+            plgpu.wgmma(accumulator, place, right)
+            return accumulator[...]
+
+        return pl.run_scoped(product, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
 
 
 def query_kernel(
@@ -144,7 +168,7 @@ def query_kernel(
             plgpu.set_max_registers(232, action="increase")
             q_RD, g_RD, full = q_smem.at[warpgroup], g_smem.at[warpgroup], rows_full.at[warpgroup]
             mean_own, start_own = mean_smem.at[warpgroup], start_smem.at[warpgroup]
-            staged = staged_smem.at[warpgroup] if staged_weights else None
+            add = _Adder((staged_smem.at[warpgroup],) if staged_weights else None)
             first_row = pl.multiple_of(tile * TILE + warpgroup * ROWS, ROWS)
             rows, columns = pl.ds(first_row, ROWS), pl.ds(head * D, D)
             plgpu.copy_gmem_to_smem(q_TC.at[rows, columns], q_RD, full)
@@ -167,21 +191,22 @@ def query_kernel(
                 visible_RB = (key_RB <= row_RB) & (key_RB >= lax.broadcast_in_dim(start_R, (ROWS, B), (0,)))
                 raw_RB = jnp.where(visible_RB, raw_RB, -jnp.inf)
                 max_new_R = jnp.maximum(max_R, jnp.max(raw_RB, axis=1) * exponent_scale)
-                # Before its own start a row has seen no key, and -inf - -inf would be NaN.
+                # Before its start a row has seen no key, and -inf - -inf would be NaN.
                 finite_R = jnp.where(max_new_R == -jnp.inf, 0.0, max_new_R)
                 weight_RB = jnp.exp2(raw_RB * exponent_scale - finite_R[:, None])
                 shrink_R = jnp.exp2(max_R - finite_R)
                 sum_R = sum_R * shrink_R + jnp.sum(weight_RB, axis=1)
-                left = _left(weight_RB * (g_weight_RB - mean_R[:, None]), staged)
-                acc_RD = acc_RD * shrink_R[:, None]
-                acc_RD = pl.run_state(lambda acc: plgpu.wgmma(acc, left, k_smem.at[slot]))(plgpu.ACC.init(acc_RD))
+                g_score_RB = weight_RB * (g_weight_RB - mean_R[:, None])
+                (acc_RD,) = add((acc_RD * shrink_R[:, None], g_score_RB, k_smem.at[slot]))
                 plgpu.barrier_arrive(k_empty.at[slot])
                 return max_new_R, sum_R, acc_RD
 
             nothing = jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
             state = (*(plgpu.layout_cast(value, PER_ROW) for value in nothing), _zeros(ROWS, D))
             max_R, sum_R, acc_RD = lax.fori_loop(0, end - first, one_block, state)
-            q_RD[...] = (acc_RD * (scale / sum_R)[:, None]).astype(jnp.bfloat16)
+            some_R = sum_R > 0.0
+            factor_R = jnp.where(some_R, scale / jnp.where(some_R, sum_R, 1.0), 0.0)
+            q_RD[...] = (acc_RD * factor_R[:, None]).astype(jnp.bfloat16)
             mean_own[...] = max_R + jnp.log(sum_R) * math.log2(math.e)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q_RD, g_q_TC.at[rows, columns])
@@ -261,7 +286,7 @@ def key_kernel(
         def _compute() -> None:
             plgpu.set_max_registers(232, action="increase")
             k_RD, v_RD, arrived = k_smem.at[warpgroup], v_smem.at[warpgroup], keys_full.at[warpgroup]
-            staged = [staged_smem.at[warpgroup, number] if staged_weights else None for number in range(2)]
+            add = _Adder(tuple(staged_smem.at[warpgroup, n] for n in range(2)) if staged_weights else None)
             first_row = pl.multiple_of(tile * TILE + warpgroup * ROWS, ROWS)
             rows, columns = pl.ds(first_row, ROWS), pl.ds(key_head * D, D)
             plgpu.copy_gmem_to_smem(k_TC.at[rows, columns], k_RD, arrived)
@@ -284,15 +309,8 @@ def key_kernel(
                 visible_RB = (key_RB <= query_RB) & (key_RB >= per_query(start_smem))
                 weight_RB = jnp.exp2(raw_RB * exponent_scale - per_query(log_sum_smem))
                 weight_RB = jnp.where(visible_RB, weight_RB, 0.0)
-                weights = _left(weight_RB, staged[0])
-                g_scores = _left(weight_RB * (g_weight_RB - per_query(mean_smem)), staged[1])
-
-                def products(accumulators: tuple[jax.Ref, jax.Ref]) -> None:
-                    plgpu.wgmma(accumulators[0], g_scores, q_BD)
-                    plgpu.wgmma(accumulators[1], weights, g_BD)
-
-                g_k, g_v = sums
-                sums = pl.run_state(products)((plgpu.ACC.init(g_k), plgpu.ACC.init(g_v)))
+                g_score_RB = weight_RB * (g_weight_RB - per_query(mean_smem))
+                sums = add((sums[0], g_score_RB, q_BD), (sums[1], weight_RB, g_BD))
                 plgpu.barrier_arrive(empty.at[slot])
                 return sums
 

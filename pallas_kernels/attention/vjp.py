@@ -68,4 +68,11 @@ def chunked_gradients(
     return g_q_THD.astype(q_THD.dtype), g_k.astype(k_TKD.dtype), g_v.astype(v_TKD.dtype)
 
 
-_backward = by_platform("attention_backward", cpu=chunked_gradients, cuda=chunked_gradients)
+def _cuda_gradients(*operands: jax.Array, scale: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # Imported here: the JAX of a CPU-only process need not have what the kernels are written in.
+    from pallas_kernels.attention.hopper_backward import hopper_gradients
+
+    return hopper_gradients(*operands, scale=scale)
+
+
+_backward = by_platform("attention_backward", cpu=chunked_gradients, cuda=_cuda_gradients)

@@ -78,7 +78,7 @@ def add_rms_norm(x_TH: jax.Array, residual_TH: jax.Array, w_H: jax.Array, *, eps
 def add_rms_norm_carried(
     x_TH: jax.Array, residual_TH: jax.Array, w_H: jax.Array, *, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """`add_rms_norm` at the end of a layer, where `norm_gradient` at the start of the next one takes the norm's gradient.
+    """`add_rms_norm` at the end of a layer; `norm_gradient` at the start of the next one takes the norm's gradient.
 
     No gradient flows through the first result, and the backward needs neither operand. So a layer that is computed
     again in the backward need not compute x again, which is a whole product.
@@ -87,7 +87,7 @@ def add_rms_norm_carried(
 
 
 def norm_gradient(normed_TH: jax.Array, sum_TH: jax.Array, w_H: jax.Array, *, eps: float) -> jax.Array:
-    """`normed` itself, which is the RMSNorm of `sum`; its gradient goes to `sum` and `w` as if it were computed here."""
+    """`normed` itself, the RMSNorm of `sum` by `w`; its gradient goes to those two as if it were computed here."""
     return _with_gradient(float(eps), *vary_alike((normed_TH, sum_TH, w_H)))
 
 
