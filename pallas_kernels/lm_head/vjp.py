@@ -74,20 +74,22 @@ def token_gradients(
     # A row without a cotangent has no gradient, whatever stands there.
     live_T = g_T != 0
 
-    def piece(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def piece(step: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         g_x, g_w, mean_T = carry
-        # The last piece begins earlier than its number says, so that it is whole, and leaves out what it repeats.
+        # The last piece begins earlier than its number says, so that it is whole, and has zeros for the columns that
+        # belong to the one before it. It comes first, so that those are then written over.
+        number = count - 1 - step
         start = jnp.minimum(number * columns, vocab_size - columns)
         column_v = start + jnp.arange(columns)
         w_vH = lax.dynamic_slice_in_dim(w_PH, start, columns)
         scaled_Tv = dot(x_TH, w_vH, axes=(1, 1)) / temperature
         weight_Tv = jnp.exp(scaled_Tv - log_sum_T[:, None])
-        new_v = column_v >= number * columns
-        mean_T += jnp.sum(jnp.where(new_v, weight_Tv * scaled_Tv, 0), axis=1)
+        own_v = column_v >= number * columns
+        mean_T += jnp.sum(jnp.where(own_v, weight_Tv * scaled_Tv, 0), axis=1)
         g_Tv = g_T[:, None] / temperature * ((column_v == targets_T[:, None]) - weight_Tv)
-        g_Tv = jnp.where(live_T[:, None], g_Tv, 0)
+        g_Tv = jnp.where(live_T[:, None] & own_v, g_Tv, 0)
         g_w = lax.dynamic_update_slice_in_dim(g_w, dot(g_Tv, x_TH, axes=(0, 0), dtype=g_w.dtype), start, 0)
-        return g_x + dot(jnp.where(new_v, g_Tv, 0), w_vH, axes=(1, 0)), g_w, mean_T
+        return g_x + dot(g_Tv, w_vH, axes=(1, 0)), g_w, mean_T
 
     carry = (jnp.zeros((tokens, hidden), jnp.float32), jnp.zeros_like(w_PH), jnp.zeros((tokens,), jnp.float32))
     g_x, g_w, mean_T = lax.fori_loop(0, count, piece, carry)
