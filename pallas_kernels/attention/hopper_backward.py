@@ -25,8 +25,7 @@ from pallas_kernels.hopper_tools import drain, fitting_stages, swizzled
 
 CONSUMERS = 2
 TILE = CONSUMERS * ROWS
-#: Keys that a warpgroup of queries meets in a step, and queries that one of keys meets. The second keeps two sums in
-#: registers, so its steps are smaller.
+#: Rows that a warpgroup meets in a step. One of keys keeps two sums in registers, so its steps are smaller.
 KEY_BLOCK, QUERY_BLOCK = 128, 64
 PER_COLUMN = WGMMA.reduce(0)
 _PARAMETERS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
@@ -42,11 +41,15 @@ def hopper_gradients(
     cotangent_THD: jax.Array,
     *,
     scale: float,
+    key_block: int = KEY_BLOCK,
+    query_block: int = QUERY_BLOCK,
     staged_weights: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of q, k and v, bfloat16, of `pallas_kernels.attention`'s operands, result and cotangent.
 
-    staged_weights: wgmma's left operands go through shared memory, which is all that the GPU interpreter knows.
+    key_block, query_block: keys that a warpgroup of queries meets in a step, and queries that one of keys meets; they
+    divide 128. staged_weights: wgmma's left operands go through shared memory, which is all that the GPU
+    interpreter knows.
     Raises NotImplementedError for operands that are not bfloat16, head sizes beyond 128, or T not a multiple of 128.
     """
     T, H, D = q_THD.shape
@@ -61,14 +64,14 @@ def hopper_gradients(
     tiles = jnp.arange(T // TILE, dtype=jnp.int32) * TILE
     # Starts never fall from row to row, so a tile's first row decides which keys it begins with, and the queries of a
     # tile of keys end before the first block whose first row starts behind the tile.
-    first_block = start_T[::TILE] // KEY_BLOCK
-    end_block = jnp.sum(start_T[None, ::QUERY_BLOCK] < (tiles + TILE)[:, None], axis=1, dtype=jnp.int32)
+    first_block = start_T[::TILE] // key_block
+    end_block = jnp.sum(start_T[None, ::query_block] < (tiles + TILE)[:, None], axis=1, dtype=jnp.int32)
     # Padding rows give a constant zero: they see no key.
     start_T = jnp.where(segment_ids_T < 0, T, start_T)
     q_TC, g_TC = (a.reshape(T, H * D) for a in (q_THD, cotangent_THD))
     k_TC, v_TC = (a.reshape(T, K * D) for a in (k_TKD, v_TKD))
-    queries = query_kernel(T, H, K, D, scale=scale, staged_weights=staged_weights)
-    keys = key_kernel(T, H, K, D, scale=scale, staged_weights=staged_weights)
+    queries = query_kernel(T, H, K, D, key_block, scale=scale, staged_weights=staged_weights)
+    keys = key_kernel(T, H, K, D, query_block, scale=scale, staged_weights=staged_weights)
     g_q, log_sum_HT = queries(q_TC, k_TC, v_TC, g_TC, mean_HT, start_T, first_block)
     g_k, g_v = keys(q_TC, k_TC, v_TC, g_TC, mean_HT, log_sum_HT, start_T, end_block)
     return g_q.reshape(T, H, D), g_k.reshape(T, K, D), g_v.reshape(T, K, D)
@@ -127,14 +130,14 @@ class _Adder:
 
 
 def query_kernel(
-    T: int, H: int, K: int, D: int, *, scale: float, staged_weights: bool
+    T: int, H: int, K: int, D: int, B: int, *, scale: float, staged_weights: bool
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernel ``(q, k, v, g, mean [H, T], start [T], first_block) -> (g_q [T, H*D], log_sum [H, T])``.
 
     ``mean`` is every row's product of result and cotangent, ``first_block`` by tile the first block of keys. The
     log-sum-exp is of scores scaled for powers of two. A block has two warpgroups of 64 queries; a third loads.
     """
-    B, group, exponent_scale = KEY_BLOCK, H // K, scale * math.log2(math.e)
+    group, exponent_scale = H // K, scale * math.log2(math.e)
     # Of one stage: keys and values; beside it queries, cotangents and what a row needs.
     stages = fitting_stages(4, T // B, 2 * B * D * 2, 2 * TILE * D * 2 + 3 * 1024)
 
@@ -243,14 +246,14 @@ def query_kernel(
 
 
 def key_kernel(
-    T: int, H: int, K: int, D: int, *, scale: float, staged_weights: bool
+    T: int, H: int, K: int, D: int, B: int, *, scale: float, staged_weights: bool
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """The kernel ``(q, k, v, g, mean, log_sum, start, end_block) -> (g_k [T, K*D], g_v [T, K*D])``.
 
     ``end_block`` says by tile of keys behind which block no query sees them. A block has two warpgroups of 64 keys of
     one head, which meet the queries of all heads that share it; a third loads.
     """
-    B, group, exponent_scale = QUERY_BLOCK, H // K, scale * math.log2(math.e)
+    group, exponent_scale = H // K, scale * math.log2(math.e)
     # Of one stage: queries, cotangents and what a query needs; beside it keys and values.
     stages = fitting_stages(4, T // B, 2 * B * D * 2 + 3 * 1024, 2 * TILE * D * 2)
 

@@ -104,7 +104,7 @@ def _gradient_forward(
 
 def _gradient_backward(
     eps: float, residuals: tuple[jax.Array, jax.Array], cotangent_TH: jax.Array
-) -> tuple[None, jax.Array, jax.Array]:
+) -> tuple[jax.Array | None, ...]:
     return None, *vjp.backward(residuals, cotangent_TH, eps=eps)
 
 

@@ -1,65 +1,20 @@
-"""The policy's gradients against a plain JAX policy in fp32, under every remat policy and with each platform's forms."""
+"""The policy's gradients against plain JAX in fp32, under every remat policy and with the products of each platform."""
 
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradient_samples import errors, gradients, plain_gradients
 from policy_samples import FAMILIES, random_sequences, tiny_policy
 
 from isojax import Policy, pack
-from isojax.evidence.plain_forward import plain_log_probs
 from isojax.policy.dense import REMATS
 from pallas_kernels import by_platform
 
 LENGTHS = (9, 24, 13)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
 """Of a gradient's error, relative to its norm. bf16 activations alone differ from fp32 ones by a few in a thousand."""
-
-
-def _weights(lengths):
-    """One a token that is predicted, so that no gradient vanishes by symmetry."""
-    generator = np.random.default_rng(5)
-    return [generator.standard_normal(length - 1).astype(np.float32) for length in lengths]
-
-
-def gradients(policy, params, sequences, *, with_entropy=False):
-    """Gradients of a weighted sum of log-probabilities, and of the probe every row's entropy."""
-    batch = pack(sequences, **policy.packing)
-    weights_T = np.zeros(len(batch.tokens), np.float32)
-    for number, weights in enumerate(_weights([len(s) for s in sequences])):
-        weights_T[np.flatnonzero(np.asarray(batch.segment_ids) == number)[:-1]] = weights
-
-    def loss(params, probe_T):
-        probe = {"entropy_probe": probe_T} if with_entropy else {}
-        return jnp.sum(policy.score(params, policy.buffers, batch, 1.0, **probe) * weights_T)
-
-    return jax.jit(jax.grad(loss, (0, 1)))(params, jnp.zeros(len(batch.tokens)))
-
-
-def plain_gradients(policy, params, sequences):
-    """The same of a forward without regions, parameters widened to fp32 first."""
-    longest = max(map(len, sequences))
-    tokens = np.array([sequence + [0] * (longest - len(sequence)) for sequence in sequences], np.int32)
-    weights_BS = np.stack([np.pad(own, (0, longest - 1 - len(own))) for own in _weights(map(len, sequences))])
-    wide = {name: value.astype(jnp.float32) for name, value in params.items()}
-
-    def loss(params):
-        return jnp.sum(plain_log_probs(policy.config, params, policy.buffers["rope_table"], tokens) * weights_BS)
-
-    return jax.jit(jax.grad(loss))(wide)
-
-
-def errors(found, expected):
-    """By parameter, the error's norm over the gradient's."""
-    assert found.keys() == expected.keys()
-    relative = {}
-    for name, value in expected.items():
-        own, other = np.asarray(found[name], np.float64), np.asarray(value, np.float64)
-        assert np.linalg.norm(other) > 0, f"{name} gets no gradient from the plain policy"
-        relative[name] = np.linalg.norm(own - other) / np.linalg.norm(other)
-    return relative
 
 
 def _with_remat(policy, remat):
@@ -120,7 +75,7 @@ def regions_in(jaxpr, counts):
 
 @pytest.mark.parametrize(
     ("remat", "products", "attentions"),
-    # Four products a layer forward. Computed again are all but the last, whose result only the next layer's input needs.
+    # Four products a layer forward. Computed again are all but the last, whose result no backward needs.
     [("none", 4, 1), ("layer", 7, 2), ("regions", 4, 1)],
 )
 def test_remat_computes_again_what_it_says(remat, products, attentions):

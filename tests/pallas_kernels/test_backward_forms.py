@@ -89,7 +89,11 @@ def test_a_row_without_a_cotangent_gives_nothing_whatever_stands_there():
 
 def test_a_carried_norm_with_its_gradient_is_the_norm():
     rng = np.random.default_rng(1)
-    x, residual, w = normal(rng, (12, 64), jnp.float32), normal(rng, (12, 64), jnp.float32), normal(rng, (64,), "float32")
+    x, residual, w = (
+        normal(rng, (12, 64), jnp.float32),
+        normal(rng, (12, 64), jnp.float32),
+        normal(rng, (64,), "float32"),
+    )
 
     def whole(x, residual, w):
         return pk.add_rms_norm(x, residual, w, eps=EPS)
