@@ -10,6 +10,7 @@ from flax import nnx
 import pallas_kernels
 from isojax.policy.config import PolicyConfig
 from isojax.policy.embedding import embed
+from isojax.policy.sharded import gather
 
 # T: tokens of the packed batch, H: hidden size, L: layers, D: head dimension, I: feed-forward size, V: vocabulary,
 # Q: query elements (heads x D), K: key elements (key heads x D), P: positions of the rope table.
@@ -148,4 +149,4 @@ class DensePolicy(nnx.Module):
     def _whole(self, piece: jax.Array, axis: int) -> jax.Array:
         if self.gather_axis is None:
             return piece
-        return jax.lax.all_gather(piece, self.gather_axis, axis=axis, tiled=True)
+        return gather(piece, self.gather_axis, axis)
