@@ -44,14 +44,13 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     starts.
     """
     task = open_task(config.task, config_folder)
-    remat: Remat = "layer" if config.train.remat else "none"
     exact = config.policy.arm == "exact"
     if config.metrics.tensorboard:
         require_tensorboard()
     if resume:
         folder.require_same_config(config)
     else:
-        policy, params, files = open_policy(config.policy, config_folder, remat)
+        policy, params, files = open_policy(config.policy, config_folder, config.train.remat)
         arch = machine_arch()
         kernels = None
         if exact and arch != "cpu":
@@ -66,7 +65,7 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
             prove_for_run(folder.policy, arch)
     folder.write_config(config)
     # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
-    policy, params = load(folder.policy, config.policy.dtype, remat=remat)
+    policy, params = load(folder.policy, config.policy.dtype, remat=config.train.remat)
     encoder = PromptEncoder(folder.policy)
     longest = _require_fitting_prompts(config, policy, task, encoder)
     _require_memory(config, policy)

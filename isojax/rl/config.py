@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from contracts.temperature import LARGEST, SMALLEST
+from isojax.policy.dense import Remat
 from isojax.rl.algorithms import AlgorithmSection, GrpoSection
 from isojax.rl.config_section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section, UnitInterval
 
@@ -97,13 +98,13 @@ class TrainSection(Section):
     """How long, and how the batch is cut.
 
     micro_batch_tokens: most tokens in one packed micro-batch; gradients are accumulated over them in float32.
-    remat: recompute each layer's activations in the backward instead of keeping them.
+    remat: what the backward computes again instead of keeping it: "none", "layer" or "regions", see `isojax.Policy`.
     checkpoint_every: steps between checkpoints (the last step always has one). keep_checkpoints: how many stay.
     """
 
     steps: Positive
     micro_batch_tokens: Positive = 1024
-    remat: bool = False
+    remat: Remat = "none"
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
 
