@@ -14,7 +14,7 @@ from bridge.prompts import checked_ids
 from bridge.start import EngineOptions, start_stock_vllm, stop_vllm
 from bridge.weight_sync import empty_prefix_cache, require_idle
 from contracts import EngineReport, ExecutionContract
-from contracts.errors import BadConfig, UnsupportedRequest, WeightDigestMismatch
+from contracts.errors import BadConfig, UnsupportedModel, UnsupportedRequest, WeightDigestMismatch
 from isojax.rl.rollout import Completion, Sampling
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
@@ -31,7 +31,8 @@ class StockEngine:
     def __init__(self, folder: str | Path, **settings: Any) -> None:
         """Starts vLLM on a Hugging Face folder. settings: fields of `EngineOptions`.
 
-        Raises BadConfig for an engine in a process of its own or one that sleeps.
+        Raises BadConfig for an engine in a process of its own or one that sleeps, UnsupportedModel for what stock vLLM
+        computes otherwise.
         """
         self.options = EngineOptions.of(settings)
         for name in ("separate_process", "sleep_mode"):
@@ -43,6 +44,13 @@ class StockEngine:
                     reason="The stock engine reads the trainer's weights where they are, and stays awake.",
                 )
         self._policy = load_policy(folder)
+        if self._policy.config.family == "qwen3" and self._policy.config.attention_bias:
+            raise UnsupportedModel(
+                field="attention_bias",
+                found=True,
+                allowed="false in the native arm of the Qwen3 family",
+                reason="Stock vLLM leaves the bias of Qwen3's output projection out, so it would run another model.",
+            )
         self._llm = start_stock_vllm(Path(folder), self._policy.dtype, self._policy.config.max_position, self.options)
         self._digest: str | None = None
 
