@@ -29,6 +29,7 @@ from native_policy import native_log_probs
 
 from isojax import PackedBatch, Policy
 from isojax.policy.dense import REMATS
+from isojax.policy.native import native_policy
 
 # B: sequences, S: tokens of a sequence, T: all of them.
 
@@ -61,7 +62,11 @@ def arms(policy: Policy, batch: PackedBatch, length: int, heads: list[str]) -> d
 
         return log_probs
 
-    return {EXACT: exact} | {
+    def native_arm(params: Any, batch: PackedBatch) -> jax.Array:
+        return plain.score(params, plain.buffers, batch, 1.0)
+
+    plain = native_policy(policy, length)
+    return {EXACT: exact, "the trainer's native arm": native_arm} | {
         f"native, head in {head}" if head == "chunks" else "native": native(head) for head in heads
     }
 
