@@ -3,8 +3,9 @@
     python benchmarks/engine.py FOLDER --workload 1x128x512 --workload 32x128x512 --workload 256x128x512 --out FILE
 
 FOLDER is a policy with sealed kernels, with or without weights, as `engine_parity.py --prepare` writes it. Every arm
-runs on the same weights in a process of its own, one after the other; the third is vLLM's own batch-invariant mode. A
-ratio below 1 is faster than stock vLLM.
+runs on the same weights in a process of its own. They start together, since starting takes longer than measuring, and
+measure one after the other while the others do nothing. The third is vLLM's own batch-invariant mode. A ratio below 1
+is faster than stock vLLM.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +51,42 @@ def main() -> int:
         writer.join()
         if writer.exitcode:
             return 1
+        chosen = dict.fromkeys((BASELINE, *(arguments.arm or ENVIRONMENTS)))
+        options = [part for text in workloads for part in ("--workload", text)] + ["--repeats", str(arguments.repeats)]
+        started = {arm: Arm.start(arm, Path(scratch), options) for arm in chosen}
+        for arm in started.values():
+            arm.wait_until_it_stands()
         arms = {}
-        for arm in dict.fromkeys((BASELINE, *(arguments.arm or ENVIRONMENTS))):
-            out = Path(scratch) / f"{arm}.json"
-            folder = Path(scratch) / ("isojax" if arm == "isojax" else "stock")
-            command = [sys.executable, str(Path(__file__).with_name("engine_arm.py")), arm, str(folder)]
-            command += [part for text in workloads for part in ("--workload", text)]
-            failed = subprocess.run([*command, "--repeats", str(arguments.repeats), "--out", str(out)]).returncode
-            # What an arm measured before it failed is kept, and said to be all.
-            rows = json.loads(out.read_text()) if out.exists() else []
-            arms[arm] = {"exit_code": failed, "rows": rows}
+        for name, arm in started.items():
+            arms[name] = arm.measured()
             arguments.out.write_text(json.dumps({**_environment(arguments.folder), **compared(arms)}, indent=1) + "\n")
     return 1 if any(arm["exit_code"] for arm in arms.values()) else 0
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A process of `engine_arm.py` and the file of its rows, which exists once its engine stands."""
+
+    process: subprocess.Popen[str]
+    out: Path
+
+    @classmethod
+    def start(cls, name: str, scratch: Path, options: list[str]) -> Arm:
+        """Starts an arm on its folder in `scratch`. options: of its command line."""
+        out, folder = scratch / f"{name}.json", scratch / ("isojax" if name == "isojax" else "stock")
+        command = [sys.executable, str(Path(__file__).with_name("engine_arm.py")), name, str(folder), *options]
+        return cls(subprocess.Popen([*command, "--out", str(out)], stdin=subprocess.PIPE, text=True), out)
+
+    def wait_until_it_stands(self) -> None:
+        """Returns once the engine has started, or its process has ended."""
+        while self.process.poll() is None and not self.out.exists():
+            time.sleep(0.2)
+
+    def measured(self) -> dict[str, Any]:
+        """Lets it measure; what it measured before it failed is kept, and said to be all."""
+        self.process.communicate("measure\n")
+        rows = json.loads(self.out.read_text()) if self.out.exists() else []
+        return {"exit_code": self.process.returncode, "rows": rows}
 
 
 def write_folders(folder: Path, weights: Path | None, scratch: Path) -> None:

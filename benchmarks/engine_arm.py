@@ -1,6 +1,8 @@
 """One arm of `engine.py`, in a process of its own: seconds and device time of the given workloads.
 
 python benchmarks/engine_arm.py ARM FOLDER --workload BATCHxINxOUT ... --repeats N --out FILE
+
+It writes an empty list to FILE once its engine stands, and measures when it has read a line from standard input.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "isojax": {},
 }
 CACHE_BYTES = 24 << 30
+# Arms stand on the card together, so each asks vLLM for a share of it; the cache's size is given.
+SHARE = 0.3
 STEP_TOKENS = 2048
 
 
@@ -52,7 +56,9 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with _claimed(arguments.arm, arguments.folder) as folder:
         engine = _started(arguments.arm, folder, arguments.workload)
-        rows = []
+        rows: list[dict[str, Any]] = []
+        arguments.out.write_text(json.dumps(rows))
+        sys.stdin.readline()
         for workload in arguments.workload:
             rows.append(workload._asdict() | _measured(engine, workload, arguments.repeats))
             print(arguments.arm, rows[-1], flush=True)
@@ -83,6 +89,7 @@ def _started(arm: str, folder: Path, workloads: list[Workload]) -> Any:
         max_model_len=length,
         max_num_seqs=batch,
         kv_cache_memory_bytes=CACHE_BYTES,
+        gpu_memory_utilization=SHARE,
         enable_prefix_caching=True,
         seed=0,
     )

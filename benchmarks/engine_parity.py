@@ -131,7 +131,8 @@ def _run_engine(bench: Any, options: Options, graphs: bool, results: Results, st
         results.note(f"seconds, kernels compiled, {label}", engine.describe().get("compile_seconds"))
         cases = plan(
             options.sizes,
-            context=shapes.max_context,
+            # No longer history than the trainer scores in one batch.
+            context=min(shapes.max_context, shapes.trainer_tokens[-1]),
             step_tokens=step_tokens,
             tokens=options.tokens,
             seed=options.seed,

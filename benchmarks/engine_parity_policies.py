@@ -32,7 +32,7 @@ PROBE_TOKENS, PROBE_ROWS = 128, 256
 
 
 def qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> PolicyConfig:
-    """Shapes of the Qwen3 family with a context of 8192 tokens, the trainer's largest batch."""
+    """Shapes of the Qwen3 family with a context for prompts of 8192 tokens and their completions."""
     return PolicyConfig(
         family="qwen3",
         vocab_size=151936,
@@ -42,7 +42,7 @@ def qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tied: bool) -> Poli
         num_heads=heads,
         num_kv_heads=8,
         head_dim=128,
-        max_position=8192,
+        max_position=8704,
         rms_norm_eps=1e-6,
         rope=RopeConfig(1e6),
         tied_head=tied,

@@ -1,4 +1,4 @@
-"""Times one decode layer's kernels in a CUDA graph, chained and not: python benchmarks/layer.py OUT.json [--tokens 8].
+"""Times a decode layer in a CUDA graph, chained, not, and its kernels alone: python benchmarks/layer.py OUT.json.
 
 Chained launches overlap: the next kernel's blocks take their place, and fetch their first weights, while this one runs.
 Layers' weights and caches rotate through more than the L2 cache.
@@ -7,6 +7,7 @@ Layers' weights and caches rotate through more than the L2 cache.
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -37,8 +38,11 @@ def _bf16(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").bfloat16() * 0.02
 
 
-def _layer(compiler: Compiler, T: int, length: int) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
-    """The kernels of a layer over tensors by name, for T requests of ``length`` tokens, each with its last token."""
+Tensors = dict[str, torch.Tensor]
+
+
+def _kernels(compiler: Compiler, T: int, length: int) -> dict[str, Callable[[Tensors], Any]]:
+    """A layer's kernels over tensors by name, for T requests of ``length`` tokens, each with its last token."""
     b16, i32 = "bfloat16", "int32"
     per = -(-length // PAGE)
     hidden, cache = ((T, HIDDEN), b16), ((T * per, PAGE, K, D), b16)
@@ -57,24 +61,40 @@ def _layer(compiler: Compiler, T: int, length: int) -> Callable[[dict[str, torch
     attention = _kernel(compiler, "paged_attention", attention_types, {"scale": D**-0.5, "split": 512})
     swiglu = _kernel(compiler, "swiglu", [((T, 2 * INNER), b16)], {})
 
-    def run(t: dict[str, torch.Tensor]) -> torch.Tensor:
-        normed, residual = add_norm(t["x"], t["residual"], t["norm"])
-        packed = qkv(normed, t["qkv"])[0]
-        q, keys, values = rope(packed, t["angles"], t["slots"], t["keys"], t["values"], t["q_norm"], t["k_norm"])
-        attended = attention(q, keys, values, t["table"], t["owners"], t["positions"])[0]
-        projected = out(attended.view(T, H * D), t["out"])[0]
-        normed, residual = add_norm(projected, residual, t["norm"])
-        return down(swiglu(gate_up(normed, t["gate_up"])[0])[0], t["down"])[0]
+    return {
+        "add_norm": lambda t: add_norm(t["x"], t["residual"], t["norm"]),
+        "qkv": lambda t: qkv(t["normed"], t["qkv"])[0],
+        "rope": lambda t: rope(t["packed"], t["angles"], t["slots"], t["keys"], t["values"], t["q_norm"], t["k_norm"]),
+        "attention": lambda t: attention(t["q"], t["keys"], t["values"], t["table"], t["owners"], t["positions"])[
+            0
+        ].view(T, H * D),
+        "out": lambda t: out(t["attended"], t["out"])[0],
+        "gate_up": lambda t: gate_up(t["normed"], t["gate_up"])[0],
+        "swiglu": lambda t: swiglu(t["wide"])[0],
+        "down": lambda t: down(t["inner"], t["down"])[0],
+    }
 
-    return run
+
+def _layer(kernels: dict[str, Callable[[Tensors], Any]], t: Tensors) -> torch.Tensor:
+    normed, residual = kernels["add_norm"](t)
+    packed = kernels["qkv"](t | {"normed": normed})
+    q, keys, values = kernels["rope"](t | {"packed": packed})
+    attended = kernels["attention"](t | {"q": q, "keys": keys, "values": values})
+    projected = kernels["out"](t | {"attended": attended})
+    normed, _ = kernels["add_norm"](t | {"x": projected, "residual": residual})
+    wide = kernels["gate_up"](t | {"normed": normed})
+    return kernels["down"](t | {"inner": kernels["swiglu"](t | {"wide": wide})})
 
 
-def _tensors(T: int, length: int) -> dict[str, torch.Tensor]:
+def _tensors(T: int, length: int) -> Tensors:
     per = -(-length // PAGE)
     owners = torch.arange(T, device="cuda", dtype=torch.int32)
     table = torch.randperm(T * per, device="cuda").int().view(T, per).contiguous()
     last = length - 1
     found = {name: _bf16(T, HIDDEN) for name in ("x", "residual")}
+    # What a kernel reads that is timed alone.
+    found |= {"normed": _bf16(T, HIDDEN), "packed": _bf16(T, (H + 2 * K) * D), "q": _bf16(T, H, D)}
+    found |= {"attended": _bf16(T, H * D), "wide": _bf16(T, 2 * INNER), "inner": _bf16(T, INNER)}
     found |= {"norm": _bf16(HIDDEN), "q_norm": _bf16(D), "k_norm": _bf16(D)}
     found |= {"qkv": _bf16((H + 2 * K) * D, HIDDEN), "out": _bf16(HIDDEN, H * D)}
     found |= {"gate_up": _bf16(2 * INNER, HIDDEN), "down": _bf16(HIDDEN, INNER)}
@@ -99,11 +119,13 @@ def main() -> None:
         results = []
         for name, context in (("chained", nullcontext()), ("unchained", _unchained())):
             with context:
-                run = _layer(compiler, T, arguments.length)
-            results.append(run(layers[0]))
-            us, spread = microseconds([lambda t=t, run=run: run(t) for t in layers], repeats=2 * LAYERS)
-            rows.append({"what": name, "T": T, "length": arguments.length, "us": us, "spread_us": spread})
-            print(rows[-1], flush=True)
+                kernels = _kernels(compiler, T, arguments.length)
+            results.append(_layer(kernels, layers[0]))
+            timed = {name: partial(_layer, kernels)} | (kernels if name == "chained" else {})
+            for what, run in timed.items():
+                us, spread = microseconds([lambda t=t, run=run: run(t) for t in layers], repeats=2 * LAYERS)
+                rows.append({"what": what, "T": T, "length": arguments.length, "us": us, "spread_us": spread})
+                print(rows[-1], flush=True)
         rows[-1]["same_bits"] = torch.equal(*(result.view(torch.int16) for result in results))
         print("same bits", rows[-1]["same_bits"], flush=True)
         write_results(arguments.out, rows)

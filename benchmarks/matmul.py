@@ -29,6 +29,7 @@ SMALL = [
 LARGE = [
     *(LargeTile(columns=columns) for columns in (48, 64, 96, 128, 192, 256)),
     *(LargeTile(columns=columns, cluster=2) for columns in (96, 128, 192, 256)),
+    *(LargeTile(rows=128, columns=columns) for columns in (48, 64, 96, 128, 192)),
     LargeTile(columns=128, run=2),
     LargeTile(columns=64, depth=128, stages=5),
 ]
@@ -53,6 +54,8 @@ def _cases(T: int, N: int, K: int, leaves: int) -> list[Case]:
     small = [tile for tile in SMALL if T <= 128 and leaves % tile.parallel == 0]
     # Narrow tiles are for not many tokens, and those that share weights for more than one row of tiles.
     large = [tile for tile in LARGE if T > 64 and tile.columns <= WIDEST[leaves]]
+    # Tall ones leave no registers for a second leaf's sum.
+    large = [tile for tile in large if tile.rows == 64 or (leaves == 1 and T > 128)]
     large = [tile for tile in large if (tile.columns >= 128 or T <= 512) and (tile.cluster == 1 or T > 128)]
     large = [tile for tile in large if tile.run == 4 or leaves > 2]
     cluster = [tile for tile in CLUSTER if 64 < T <= 512 and leaves in (tile.parallel, 2 * tile.parallel)]
@@ -99,12 +102,17 @@ def measure(cases: list[Case], runs: dict[Case, Launcher]) -> list[dict[str, Any
     return rows
 
 
+def _wanted(tile: Tile, text: str | None) -> bool:
+    return text is not None and text in repr(tile)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
     parser.add_argument("--tokens", default="8,64,128,256,1024,8192")
     parser.add_argument("--leaves", default="1,4")
     parser.add_argument("--chosen", action="store_true", help="time the committed choice alone, not all tiles")
+    parser.add_argument("--tile", help="beside the committed choice, only tiles whose text has this in it")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -114,7 +122,12 @@ def main() -> None:
         for T, count in itertools.product(tokens, leaves)
         for N, K in (*SHAPES, *([HEAD] if count == 1 else []))
     ]
-    groups = [[Case(*shape, choose_tile(*shape))] if arguments.chosen else _cases(*shape) for shape in shapes]
+    groups = [_cases(*shape) for shape in shapes]
+    if arguments.chosen or arguments.tile:
+        groups = [
+            [Case(*shape, choose_tile(*shape)), *(case for case in cases if _wanted(case.tile, arguments.tile))]
+            for shape, cases in zip(shapes, groups, strict=True)
+        ]
     cases = [case for group in groups for case in group]
     with ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool:
         sealed = {case: program for case, program in zip(cases, pool.map(_seal, cases), strict=True) if program}

@@ -37,6 +37,18 @@ def draw_rows(log_probs_NV: torch.Tensor, u_N: torch.Tensor, greedy_N: torch.Ten
     neither on its neighbours. A row that holds NaN gives some token of the vocabulary; its log-probability is NaN, by
     which the caller knows it.
     """
+    if log_probs_NV.is_cuda:
+        # Imported here: Triton needs a card.
+        from bridge.device_draw import draw_on_card
+
+        drawn_N = draw_on_card(log_probs_NV, u_N, block=BLOCK, units=UNITS)
+    else:
+        drawn_N = _drawn(log_probs_NV, u_N)
+    return drawn_N if greedy_N is None else torch.where(greedy_N, log_probs_NV.argmax(1), drawn_N)
+
+
+def _drawn(log_probs_NV: torch.Tensor, u_N: torch.Tensor) -> torch.Tensor:
+    """The rule in plain torch, for devices without Triton."""
     vocabulary = log_probs_NV.shape[1]
     # Counts of units, whole numbers: dividing by a power of two is exact, also in float32.
     mass_NV = log_probs_NV.exp().div_(1 / UNITS, rounding_mode="floor")
@@ -46,15 +58,14 @@ def draw_rows(log_probs_NV: torch.Tensor, u_N: torch.Tensor, greedy_N: torch.Ten
     tail_N1 = mass_NV[:, whole:].sum(1, keepdim=True, dtype=torch.float64)
     ends_NB = torch.cat([blocks_NB, tail_N1], 1).cumsum(1)
     # Scaled by the row's own sum, which is 1 up to rounding, so that u close to 1 never falls off the end.
-    wanted_N1 = (ends_NB[:, -1:] * u_N[:, None]).floor_()
+    wanted_N1 = torch.minimum((ends_NB[:, -1:] * u_N[:, None]).floor_(), ends_NB[:, -1:] - 1)
     block_N1 = torch.searchsorted(ends_NB, wanted_N1, right=True).clamp_(max=ends_NB.shape[1] - 1)
     before_N1 = torch.where(block_N1 > 0, ends_NB.gather(1, (block_N1 - 1).clamp_(min=0)), 0.0)
     columns_NC = block_N1 * BLOCK + torch.arange(BLOCK, device=log_probs_NV.device)
     inside_NC = mass_NV.gather(1, columns_NC.clamp(max=vocabulary - 1)).masked_fill_(columns_NC >= vocabulary, 0.0)
     inside_NC = inside_NC.to(torch.float64).cumsum(1)
     place_N1 = torch.searchsorted(inside_NC, wanted_N1 - before_N1, right=True)
-    drawn_N = (block_N1 * BLOCK + place_N1)[:, 0].clamp_(max=vocabulary - 1)
-    return drawn_N if greedy_N is None else torch.where(greedy_N, log_probs_NV.argmax(1), drawn_N)
+    return (block_N1 * BLOCK + place_N1)[:, 0].clamp_(max=vocabulary - 1)
 
 
 @dataclass(frozen=True)

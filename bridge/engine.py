@@ -84,6 +84,11 @@ class VllmEngine:
         """The contract in the policy folder, which this engine runs."""
         return self._contract
 
+    @property
+    def runs_beside_trainer(self) -> bool:
+        """In a process of its own vLLM samples while the trainer computes; in the trainer's they take turns."""
+        return self.options.separate_process
+
     def report(self) -> EngineReport:
         """What runs, read from the live engine, for `contracts.handshake` on the trainer's side."""
         self._reported = True

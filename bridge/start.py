@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contracts.errors import BadConfig
+from isojax.rl.card import DEFAULT_SEQUENCES, DEFAULT_STEP_TOKENS
 from isojax.rl.memory_split import DEFAULT_KV_CACHE_BYTES
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class EngineOptions:
 
     separate_process: bool = False
     max_context: int = 0
-    max_step_tokens: int = 512
-    max_sequences: int = 64
+    max_step_tokens: int = DEFAULT_STEP_TOKENS
+    max_sequences: int = DEFAULT_SEQUENCES
     kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
     page_size: int = 0
     prefix_cache: bool = True

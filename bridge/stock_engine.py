@@ -50,6 +50,11 @@ class StockEngine:
         self._digest: str | None = None
 
     @property
+    def runs_beside_trainer(self) -> bool:
+        """Never: it reads the trainer's weights where they are."""
+        return False
+
+    @property
     def contract(self) -> ExecutionContract:
         """Refused with UnsupportedRequest: there is none."""
         raise _no_contract()

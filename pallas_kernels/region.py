@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import counters
 from pallas_kernels.jax_api import (
@@ -131,7 +132,7 @@ def differentiable(
 
     `keep(operands, results)` chooses the residuals. `backward(residuals, cotangents, **parameters)` returns one
     cotangent per operand in the operand's dtype, None for integers; it is plain JAX and not bound by the rounding
-    schedule.
+    schedule. Under gradients the results are named after the region, so that `jax.checkpoint_policies` can save them.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -139,7 +140,9 @@ def differentiable(
         return region.bind(*operands, **dict(parameters))
 
     def forward(parameters: tuple[tuple[str, Parameter], ...], *operands: jax.Array) -> tuple[Any, Any]:
-        results = region.bind(*operands, **dict(parameters))
+        # Named before they are kept, so that a saved result and a saved residual are one array.
+        named = partial(checkpoint_name, name=region.name)
+        results = jax.tree.map(named, region.bind(*operands, **dict(parameters)))
         return results, keep(operands, results)
 
     def reverse(parameters: tuple[tuple[str, Parameter], ...], residuals: Any, cotangents: Any) -> Any:

@@ -35,3 +35,22 @@ def test_an_arm_is_compared_with_stock_on_the_workloads_that_both_measured():
         "isojax": {"1x128x512": {"seconds": 0.5, "device_ms_a_step": 0.75}},
         "batch_invariant": {"32x128x512": {"seconds": 1.5}},
     }
+
+
+def test_arms_start_together_and_measure_in_turn(tmp_path, monkeypatch):
+    """With a stand-in for the engine: an arm that dies before it stands is no reason to wait."""
+    script = tmp_path / "engine_arm.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "if sys.argv[1] == 'batch_invariant':\n    sys.exit(3)\n"
+        "out = pathlib.Path(sys.argv[-1])\nout.write_text('[]')\nassert sys.stdin.readline()\n"
+        "start = time.monotonic()\ntime.sleep(0.2)\nout.write_text(str([start, time.monotonic()]))\n"
+    )
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
+    arms = [engine.Arm.start(name, tmp_path, []) for name in ("stock", "isojax", "batch_invariant")]
+    for arm in arms:
+        arm.wait_until_it_stands()
+    found = [arm.measured() for arm in arms]
+    assert [arm["exit_code"] for arm in found] == [0, 0, 3]
+    assert found[0]["rows"][1] <= found[1]["rows"][0]
+    assert found[2]["rows"] == []

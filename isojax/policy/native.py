@@ -51,6 +51,12 @@ class NativeOperations:
         total_TH = x_TH + residual_TH
         return self.rms_norm(total_TH, w_H, eps=eps), total_TH
 
+    add_rms_norm_carried = add_rms_norm
+
+    def norm_gradient(self, normed_TH: jax.Array, sum_TH: jax.Array, w_H: jax.Array, *, eps: float) -> jax.Array:
+        """The first argument: its gradient flows through the norm itself here."""
+        return normed_TH
+
     def qk_norm_rope(
         self,
         qkv_TC: jax.Array,
@@ -114,8 +120,14 @@ class NativeOperations:
         temperature: jax.Array | float,
         *,
         vocab_size: int,
+        entropy_probe_T: jax.Array | None = None,
     ) -> jax.Array:
-        """The same at one target a row, fp32 [T], in blocks of tokens that the backward computes again."""
+        """The same at one target a row, fp32 [T], in blocks of tokens that the backward computes again.
+
+        Raises NotImplementedError for an entropy probe.
+        """
+        if entropy_probe_T is not None:
+            raise NotImplementedError("the native arm's head gives no entropies")
         tokens = len(targets_T)
         block = min(tokens, HEAD_BLOCK)
         blocks = -(-tokens // block)

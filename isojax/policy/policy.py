@@ -15,7 +15,7 @@ from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
 from isojax.kernels.packing import UNSEALED, Packing
 from isojax.policy.batch import PackedBatch, PerToken
 from isojax.policy.config import PolicyConfig
-from isojax.policy.dense import DensePolicy, Remat
+from isojax.policy.dense import REMATS, DensePolicy, Remat
 from isojax.policy.rope import rope_table
 from pallas_kernels import counters
 
@@ -47,19 +47,18 @@ class Policy:
     ) -> None:
         """Build a policy without parameters.
 
-        dtype: "bfloat16" or "float32", of parameters and activations. remat: "layer" recomputes each layer in the
-        backward, "none" keeps all activations; no bit of the forward depends on it. rope: the shipped fp32 [P, D] table
-        of an exported policy (computed from the config where None). operations: the regions, or what stands in for them
-        in the baseline arm (see `isojax.policy.native`). Raises `BadConfig`.
+        dtype: "bfloat16" or "float32", of parameters and activations. remat: what the backward computes again, by the
+        forward's own regions: "layer" every layer from its input, "regions" only the cheap regions of each from the
+        results of its products and its attention, "none" nothing; no bit of the forward depends on it. rope: the
+        shipped fp32 [P, D] table of an exported policy (computed from the config where None). operations: the regions,
+        or what stands in for them in the baseline arm (see `isojax.policy.native`). Raises `BadConfig`.
         """
         if dtype not in DTYPES:
             raise BadConfig(
                 field="dtype", found=dtype, allowed=list(DTYPES), reason="The regions are defined for these."
             )
-        if remat not in ("none", "layer"):
-            raise BadConfig(
-                field="remat", found=remat, allowed=["none", "layer"], reason="A layer is the unit of recomputation."
-            )
+        if remat not in REMATS:
+            raise BadConfig(field="remat", found=remat, allowed=list(REMATS), reason="It is no known policy.")
         self.config = config
         self.dtype = cast(Dtype, dtype)
         self.remat = remat
@@ -162,8 +161,13 @@ class Policy:
         temperature: jax.Array | float = 1.0,
         *,
         gather_axis: str | None = None,
+        entropy_probe: jax.Array | None = None,
     ) -> jax.Array:
-        """Log-probability of `batch.targets` at every row, fp32 [T]. Pure, traceable and differentiable."""
+        """Log-probability of `batch.targets` at every row, fp32 [T]. Pure, traceable and differentiable.
+
+        entropy_probe: fp32 [T]; the gradient with respect to it is the entropy of every row, see
+        `pallas_kernels.token_log_probs`.
+        """
         module = self.module(params, gather_axis)
         hidden = module.hidden(buffers["rope_table"], batch.tokens, batch.positions, batch.segment_ids)
         return self.operations.token_log_probs(
@@ -172,6 +176,7 @@ class Policy:
             batch.targets,
             jnp.asarray(temperature, jnp.float32),
             vocab_size=self.config.vocab_size,
+            entropy_probe_T=entropy_probe,
         )
 
     def log_probs(self, params: Parameters, batch: PackedBatch, temperature: float = 1.0) -> jax.Array:

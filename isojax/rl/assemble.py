@@ -14,6 +14,7 @@ from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import Remat
 from isojax.policy.native import native_policy
 from isojax.policy.policy import Policy
+from isojax.rl.card import machine_arch, prove_for_run, run_shapes, seal_for_run
 from isojax.rl.config import Config, PolicySection
 from isojax.rl.files import written
 from isojax.rl.memory_split import DEFAULT_KV_CACHE_BYTES, memory_split
@@ -43,22 +44,28 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     starts.
     """
     task = open_task(config.task, config_folder)
-    remat: Remat = "layer" if config.train.remat else "none"
     exact = config.policy.arm == "exact"
     if config.metrics.tensorboard:
         require_tensorboard()
     if resume:
         folder.require_same_config(config)
     else:
-        policy, params, files = open_policy(config.policy, config_folder, remat)
+        policy, params, files = open_policy(config.policy, config_folder, config.train.remat)
+        arch = machine_arch()
+        kernels = None
+        if exact and arch != "cpu":
+            kernels = seal_for_run(policy, run_shapes(config, policy.config.max_position))
         with written(folder.policy):
             if exact:
-                export_policy(folder.policy, policy, params, files, temperature=config.rollout.temperature)
+                temperature = config.rollout.temperature
+                export_policy(folder.policy, policy, params, files, temperature=temperature, arch=arch, kernels=kernels)
             else:
                 export_checkpoint(folder.policy, policy, params, files)
+        if kernels is not None:
+            prove_for_run(folder.policy, arch)
     folder.write_config(config)
     # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
-    policy, params = load(folder.policy, config.policy.dtype, remat=remat)
+    policy, params = load(folder.policy, config.policy.dtype, remat=config.train.remat)
     encoder = PromptEncoder(folder.policy)
     longest = _require_fitting_prompts(config, policy, task, encoder)
     _require_memory(config, policy)
@@ -166,6 +173,6 @@ def _require_memory(config: Config, policy: Policy) -> None:
         policy.parameter_shapes,
         kv_cache_bytes=kv_cache_bytes,
         reserve_bytes=config.engine.memory.reserve_bytes,
-        with_reference=bool(config.algorithm.kl_weight),
+        with_reference=bool(config.algorithm.objective.kl_weight),
     )
     split.require_fit(card, (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"))

@@ -10,17 +10,20 @@ import jax
 import orbax.checkpoint as ocp
 
 from contracts.errors import BadCheckpoint
+from isojax.rl.collect import Rollout
 from isojax.rl.files import cannot_write
 from isojax.rl.optimizer import LearnerState
+from isojax.rl.rollout_record import rollout_from_json, rollout_to_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step; together with the learner's state it is all that resuming needs.
+    """Where a run stands after a step; with the learner's state and a rollout that waits for its step it is all that
+    resuming needs.
 
-    step: steps done. policy_version: optimizer updates done. data_position: prompts consumed.
+    step: steps done. policy_version: optimizer updates done. data_position: prompts consumed by the steps done.
     seed: of the run; every random draw is a function of it and of the numbers above, so it is the state of the RNG.
     weight_digest: of the weights that the next rollout uses. reference_digest: of the frozen reference policy.
     numerical_policy: the contract's identity under which the run computed so far.
@@ -56,10 +59,11 @@ class Checkpoints:
         complete = {str(step) for step in self._manager.all_steps()}
         return sorted(path.name for path in self.folder.iterdir() if path.name not in complete)
 
-    def save(self, state: LearnerState, progress: Progress) -> None:
+    def save(self, state: LearnerState, progress: Progress, waiting: Rollout | None = None) -> None:
         """Write one checkpoint under its step; it appears whole or not at all.
 
-        Raises CannotWrite, with the older checkpoints as they were.
+        waiting: the rollout of the next step where it was sampled already. Raises CannotWrite, with the older
+        checkpoints as they were.
         """
         try:
             self._manager.save(
@@ -67,6 +71,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state._asdict()),
                     progress=ocp.args.JsonSave({"format": FORMAT, **asdict(progress)}),
+                    waiting=ocp.args.JsonSave({"rollout": None if waiting is None else rollout_to_json(waiting)}),
                 ),
             )
             self._manager.wait_until_finished()
@@ -102,6 +107,15 @@ class Checkpoints:
             if values.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             return Progress(**values)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise self._damaged(step, error) from error
+
+    def waiting(self, step: int) -> Rollout | None:
+        """The rollout that was sampled for the step after this one, if any. Raises BadCheckpoint."""
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(waiting=ocp.args.JsonRestore()))
+            values = restored["waiting"]["rollout"]
+            return None if values is None else rollout_from_json(values)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise self._damaged(step, error) from error
 

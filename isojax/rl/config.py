@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from contracts.temperature import LARGEST, SMALLEST
-
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-UnitInterval = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, unknown keys refused, no silent conversion between types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+from isojax.policy.dense import Remat
+from isojax.rl.algorithms import AlgorithmSection, GrpoSection
+from isojax.rl.config_section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section, UnitInterval
 
 
 class PolicySection(Section):
@@ -79,6 +70,8 @@ class RolloutSection(Section):
 
     temperature divides the logits, on both sides; it becomes part of the contract.
     max_tokens is the most tokens in a completion.
+    lag: 0 samples each step's rollout from the newest weights; 1 from those of one step before, so that the rollout of
+      a step is there before the step before it has trained.
     """
 
     prompts_per_step: Positive
@@ -86,20 +79,7 @@ class RolloutSection(Section):
     max_tokens: Positive
     temperature: Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False)] = 1.0
     stop_token_ids: tuple[NotNegative, ...] | None = None
-
-
-class AlgorithmSection(Section):
-    """The objective: GRPO of DeepSeekMath (arXiv 2402.03300); see `isojax.rl.losses`.
-
-    clip: epsilon of the ratio's clipping. kl_weight: beta of the k3 estimate against the frozen starting policy.
-    minibatches: optimizer updates a rollout, over disjoint parts of it. epochs: passes over each rollout.
-    """
-
-    name: Literal["grpo"] = "grpo"
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    kl_weight: NotNegativeFloat = 0.0
-    minibatches: Positive = 1
-    epochs: Positive = 1
+    lag: Literal[0, 1] = 0
 
 
 class OptimizerSection(Section):
@@ -118,13 +98,13 @@ class TrainSection(Section):
     """How long, and how the batch is cut.
 
     micro_batch_tokens: most tokens in one packed micro-batch; gradients are accumulated over them in float32.
-    remat: recompute each layer's activations in the backward instead of keeping them.
+    remat: what the backward computes again instead of keeping it: "none", "layer" or "regions", see `isojax.Policy`.
     checkpoint_every: steps between checkpoints (the last step always has one). keep_checkpoints: how many stay.
     """
 
     steps: Positive
     micro_batch_tokens: Positive = 1024
-    remat: bool = False
+    remat: Remat = "none"
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
 
@@ -174,7 +154,7 @@ class Config(Section):
     rollout: RolloutSection
     optimizer: OptimizerSection
     train: TrainSection
-    algorithm: AlgorithmSection = AlgorithmSection()
+    algorithm: AlgorithmSection = GrpoSection()
     check: CheckSection = CheckSection()
     engine: EngineSection = EngineSection()
     metrics: MetricsSection = MetricsSection()

@@ -139,9 +139,16 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
     curves = [Line("mean reward", reward)]
     if len(reward) > 20:
         curves = [Line("a step", reward, faint=True), Line("mean of the last 10 steps", smoothed(reward, 10))]
-    divergence = [Line("rollout policy against updated policy", values("policy_kl"))]
+    divergence = [
+        Line("rollout policy against updated policy, k3", values("policy_kl")),
+        Line("k1", values("policy_kl_k1"), 3),
+    ]
     if any(line["kl"] is not None for line in lines):
-        divergence.append(Line("policy against frozen reference", values("kl"), 2))
+        divergence.append(Line("policy against frozen reference, k3", values("kl"), 2))
+        divergence.append(Line("k1", values("kl_k1"), 4))
+    entropy = [Line("estimate, all sampled tokens", values("entropy_sampled"))]
+    if any(line["entropy"] is not None for line in lines):
+        entropy.append(Line("exact, full rows", values("entropy"), 2))
     return [
         chart("Reward", steps, curves),
         chart(
@@ -152,7 +159,8 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
             note="Counted as bit patterns: one bit of difference is a mismatch.",
         ),
         _seconds_chart(lines),
-        chart("KL", steps, divergence, unit="nats a token", note="Both are k3 estimates at the sampled tokens."),
+        chart("KL", steps, divergence, unit="nats a token", note="Estimates at the sampled tokens."),
+        chart("Entropy", steps, entropy, unit="nats a token"),
         chart(
             "Clip fraction",
             steps,

@@ -65,7 +65,9 @@ class Completion:
 
     log_probs: float32 [len(tokens)], the engine's log-probability of each token of `tokens` when it was sampled.
     finish_reason: "stop" (a stop token, which is the last of `tokens`) or "length".
-    weight_digest: of the weights that the engine held, as `sync` returned it.
+    weight_digest: of the weights that the engine held, as `sync` returned it. They are those of every token, since an
+    engine takes weights only while no request is in flight.
+    policy_version: of the same weights, optimizer updates behind them; a trainer knows it, an engine leaves it None.
     rows: full log-probability rows, float32 [vocab_size], by index into `tokens`; None where none were asked for.
     """
 
@@ -76,6 +78,7 @@ class Completion:
     finish_reason: str
     weight_digest: str
     rows: Mapping[int, np.ndarray] | None = None
+    policy_version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,11 @@ class RolloutEngine(Protocol):
     @property
     def contract(self) -> ExecutionContract:
         """The contract that the engine runs."""
+        ...
+
+    @property
+    def runs_beside_trainer(self) -> bool:
+        """Whether `generate` may run in another thread while this one trains: true of an engine in its own process."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:

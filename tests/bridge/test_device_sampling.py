@@ -1,5 +1,8 @@
 """Draws of a whole batch on the device: the same rule as a row alone, and who owns which row."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,6 +54,31 @@ def test_a_row_of_nan_gives_a_token_of_the_vocabulary():
     log_probs = torch.full((2, 50), float("nan"))
     found = draw_rows(log_probs, torch.tensor([0.3, 0.9], dtype=torch.float64), torch.tensor([True, False]))
     assert bool(((found >= 0) & (found < 50)).all())
+
+
+def test_tritons_draws_are_the_plain_ones():
+    """Its interpreter, in a process of its own since Triton reads that setting when a kernel is declared."""
+    pytest.importorskip("triton")
+    script = """
+import torch
+from bridge.device_draw import draw_on_card
+from bridge.device_sampling import BLOCK, UNITS, draw_rows
+for vocabulary in (1, 7, 511, 512, 513, 1999):
+    generator = torch.Generator().manual_seed(vocabulary)
+    log_probs = torch.log_softmax(torch.randn(6, vocabulary, generator=generator) * 2, 1)
+    if vocabulary > 1:
+        log_probs[4:, ::2] = -torch.inf
+    u = torch.cat([torch.rand(4, generator=generator, dtype=torch.float64), torch.tensor([0.0, 1 - 2.0**-53])])
+    found = draw_on_card(log_probs, u, block=BLOCK, units=UNITS)
+    assert found.tolist() == draw_rows(log_probs, u, None).tolist(), (vocabulary, found)
+    assert vocabulary == 1 or bool((found[4:] % 2 == 1).all())
+nan = draw_on_card(torch.full((2, 50), torch.nan), torch.tensor([0.3, 0.9]).double(), block=BLOCK, units=UNITS)
+assert bool(((nan >= 0) & (nan < 50)).all())
+print("equal")
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "equal\n", done.stderr
 
 
 def _params(seed, temperature=1.0, record=None):

@@ -63,8 +63,7 @@ class Batch:
         They are the last pages of a cache with ``least_pages`` or more; the kernel is lowered for at least ``bound``.
         """
         request_pages = -(-max(self.lengths) // page) + 1
-        need = [-(-length // page) for length in self.lengths]
-        used_pages = sum(need) + 3
+        used_pages = sum(-(-stop // page) for _, _, stop in wanted) + 3
         pages = max(used_pages, least_pages)
         order = pages - 1 - torch.randperm(used_pages, generator=torch.Generator().manual_seed(1))
         nan = {"fill_value": float("nan"), "device": "cuda", "dtype": torch.bfloat16}

@@ -96,8 +96,10 @@ def test_a_step_that_is_not_finite_is_not_applied_and_the_run_resumes_at_it(tmp_
     whole = small_trainer(tmp_path / "whole", config)
     whole.run(show_progress=False)
     trainer = small_trainer(tmp_path / "run", config)
-    rewards = trainer._rewards
-    monkeypatch.setattr(trainer, "_rewards", lambda *given: rewards(*given) * (value if trainer.progress.step else 1))
+    rewards = trainer.collector._rewards
+    monkeypatch.setattr(
+        trainer.collector, "_rewards", lambda *given: rewards(*given) * (value if trainer.progress.step else 1)
+    )
     with pytest.raises(NonFiniteLogits, match=r"step 2, (loss|gradient norm): found .*The update was not applied"):
         trainer.run(show_progress=False)
     trainer.close()

@@ -67,7 +67,7 @@ def test_after_each_rollout_the_ratio_is_exactly_one_and_nothing_is_clipped(fini
     for line in read_metrics(finished.folder.metrics):
         assert line["first_ratio_off_one"] == 0
         assert line["first_clip_fraction"] == 0
-        assert line["policy_kl"] == 0
+        assert line["policy_kl"] == line["policy_kl_k1"] == 0
 
 
 def test_the_kl_to_the_frozen_reference_starts_at_zero_and_grows(finished):
@@ -216,8 +216,9 @@ def test_a_second_ctrl_c_does_not_wait():
 
 def test_an_update_that_is_refused_keeps_the_step_before_it(tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path / "run", run_config(train={"steps": 9, "checkpoint_every": 9}))
-    rewards = trainer._rewards
-    monkeypatch.setattr(trainer, "_rewards", lambda *given: rewards(*given) * (np.nan if trainer.progress.step else 1))
+    rewards = trainer.collector._rewards
+    spoil = lambda *given: rewards(*given) * (np.nan if trainer.progress.step else 1)  # noqa: E731
+    monkeypatch.setattr(trainer.collector, "_rewards", spoil)
     with pytest.raises(NonFiniteLogits):
         trainer.run(show_progress=False)
     assert trainer.checkpoints.latest() == 1
@@ -280,6 +281,7 @@ def test_a_report_needs_nothing_from_outside(finished):
 
 
 def test_prompts_reach_the_engine_as_the_tasks_tokens(finished):
-    prompts = {completion_.prompt_tokens for completion_ in finished._generate(finished._examples())}
+    rollout = finished.collector.sample(1, 0, 0, finished.engine.weight_digest)
+    prompts = {completion_.prompt_tokens for completion_ in rollout.completions}
     assert prompts <= {example.tokens for example in copy_task().examples}
     assert completion((0,), (1,)).tokens == (1,)
