@@ -15,6 +15,7 @@ from bridge.start import EngineOptions, start_stock_vllm, stop_vllm
 from bridge.weight_sync import empty_prefix_cache, require_idle
 from contracts import EngineReport, ExecutionContract
 from contracts.errors import BadConfig, UnsupportedModel, UnsupportedRequest, WeightDigestMismatch
+from isojax.policy import PolicyConfig
 from isojax.rl.rollout import Completion, Sampling
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
@@ -44,13 +45,7 @@ class StockEngine:
                     reason="The stock engine reads the trainer's weights where they are, and stays awake.",
                 )
         self._policy = load_policy(folder)
-        if self._policy.config.family == "qwen3" and self._policy.config.attention_bias:
-            raise UnsupportedModel(
-                field="attention_bias",
-                found=True,
-                allowed="false in the native arm of the Qwen3 family",
-                reason="Stock vLLM leaves the bias of Qwen3's output projection out, so it would run another model.",
-            )
+        _check_model(self._policy.config)
         self._llm = start_stock_vllm(Path(folder), self._policy.dtype, self._policy.config.max_position, self.options)
         self._digest: str | None = None
 
@@ -120,6 +115,28 @@ class StockEngine:
         """Stops vLLM. The engine cannot be used afterwards."""
         stop_vllm(self._llm)
         self._digest = None
+
+
+def _check_model(config: PolicyConfig) -> None:
+    """Raise UnsupportedModel for what stock vLLM computes otherwise, or refuses in its first step alone."""
+    if config.family == "qwen3" and config.attention_bias:
+        raise UnsupportedModel(
+            field="attention_bias",
+            found=True,
+            allowed="false in the native arm of the Qwen3 family",
+            reason="Stock vLLM leaves the bias of Qwen3's output projection out, so it would run another model.",
+        )
+    if not torch.cuda.is_available():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+        if config.head_dim not in sizes:
+            raise UnsupportedModel(
+                field="head_dim",
+                found=config.head_dim,
+                allowed=sizes,
+                reason="Stock vLLM's attention for CPUs takes these alone.",
+            )
 
 
 def _no_contract() -> UnsupportedRequest:

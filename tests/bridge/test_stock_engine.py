@@ -156,6 +156,11 @@ def test_a_model_that_stock_vllm_computes_otherwise_is_refused(tmp_path):
     export_checkpoint(tmp_path / "biased", policy, params, {})
     with pytest.raises(UnsupportedModel, match="leaves the bias of Qwen3's output projection out"):
         StockEngine(tmp_path / "biased")
+    config = dataclasses.replace(policy.config, attention_bias=False, head_dim=16)
+    narrow = Policy(config, dtype="float32")
+    export_checkpoint(tmp_path / "narrow", narrow, narrow.init(jax.random.key(0)), {})
+    with pytest.raises(UnsupportedModel, match=r"head_dim: found 16; allowed: \[32, 64"):
+        StockEngine(tmp_path / "narrow")
 
 
 def test_what_it_cannot_do_is_refused_by_name(stock):
