@@ -78,14 +78,9 @@ def save(path: Path, prompts: Sequence[Sequence[int]], sampled: Sequence[tuple[l
 
 def write_checkpoint(folder: Path, policy: Any, params: Mapping[str, Any]) -> None:
     """An ordinary Hugging Face folder of these weights, without a tokenizer."""
-    from isojax.export import write_weights
-    from isojax.policy.hugging_face import to_hugging_face
+    from isojax.export import export_checkpoint
 
-    folder.mkdir()
-    config = to_hugging_face(policy.config, policy.dtype)
-    config["architectures"] = [config.pop("isojax")["architecture"]]
-    (folder / "config.json").write_text(json.dumps(config))
-    write_weights(folder, policy, params)
+    export_checkpoint(folder, policy, params, {})
 
 
 class StockRun:

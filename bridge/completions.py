@@ -27,15 +27,17 @@ class SampleRequest:
         """Its name in messages."""
         return f"prompt {self.prompt}, sample {self.sample}"
 
-    def sampling_params(self, record: int, sampling: Sampling) -> SamplingParams:
-        """vLLM's parameters for it. record: the number by which the engine will ask about it."""
+    def sampling_params(self, record: int, sampling: Sampling, *, temperature: float = 1.0) -> SamplingParams:
+        """vLLM's parameters for it. record: the number by which the engine will ask about it.
+
+        temperature: vLLM's own. The contract's is inside the log-probabilities already, which leaves 1.
+        """
         given = sampling.seed
         seed = secrets.randbits(62) if given is None else request_seed(given, self.prompt, self.sample)
         return sampling_params(
             record=record,
             max_tokens=sampling.max_tokens,
-            # The contract's temperature is inside the log-probabilities; vLLM's own is 1, or 0 for greedy.
-            temperature=0.0 if sampling.greedy else 1.0,
+            temperature=0.0 if sampling.greedy else temperature,
             seed=None if sampling.greedy else seed,
             stop_token_ids=list(sampling.stop_token_ids),
             logprobs=0,

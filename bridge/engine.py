@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from bridge.completions import (
     SampleRequest,
@@ -21,10 +22,10 @@ from bridge.completions import (
 )
 from bridge.handshake import engine_report, kernel_record
 from bridge.non_finite import Fault, fault_of_values
-from bridge.prompts import checked_ids
+from bridge.prompts import checked_ids, require_temperature
 from bridge.start import EngineOptions, start_vllm, stop_vllm
 from bridge.vllm_api import finish_weight_update, weight_version
-from bridge.weight_sync import WeightSender
+from bridge.weight_sync import WeightSender, empty_prefix_cache, require_idle
 from bridge.weights import check_parameters
 from contracts import EngineReport, ExecutionContract, check_kernels, load_contract
 from contracts.errors import HandshakeRefused, UnsupportedRequest, WeightDigestMismatch
@@ -34,6 +35,8 @@ from isojax.weights.load import load_policy
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+
+    from bridge.stock_engine import StockEngine
 
 
 class VllmEngine:
@@ -64,10 +67,27 @@ class VllmEngine:
         self.tapped: TappedRows | None = None
         """Full rows of the last call that asked for them on the device."""
 
+    @classmethod
+    def native(cls, folder: str | Path, **settings: Any) -> StockEngine:
+        """The baseline arm's engine: stock vLLM on an ordinary checkpoint, with the same settings."""
+        from bridge.stock_engine import StockEngine
+
+        return StockEngine(folder, **settings)
+
+    @staticmethod
+    def device_bytes() -> int | None:
+        """Memory of the card that an engine would run on, in bytes; None without a card."""
+        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+
     @property
     def contract(self) -> ExecutionContract:
         """The contract in the policy folder, which this engine runs."""
         return self._contract
+
+    @property
+    def runs_beside_trainer(self) -> bool:
+        """In a process of its own vLLM samples while the trainer computes; in the trainer's they take turns."""
+        return self.options.separate_process
 
     def report(self) -> EngineReport:
         """What runs, read from the live engine, for `contracts.handshake` on the trainer's side."""
@@ -87,14 +107,7 @@ class VllmEngine:
         """
         self._require_awake()
         check_parameters(params, self._policy)
-        running = self._llm.llm_engine.get_num_unfinished_requests()
-        if running:
-            raise UnsupportedRequest(
-                field="sync",
-                found=f"{running} requests in flight",
-                allowed="none",
-                reason="Their tokens would come from two policies. Let them finish, or abort them.",
-            )
+        require_idle(self._llm)
         expected = digest(params)
         self._digest = None
         if self._sender is None:
@@ -179,7 +192,7 @@ class VllmEngine:
         """Gives the card's memory back until `wake_up`: the cache is dropped, the weights move to host memory (level 1)
         or are dropped as well (level 2).
 
-        Raises UnsupportedRequest for another level, without the setting sleep_mode, or while asleep.
+        Raises UnsupportedRequest for another level, without the setting sleep_mode, while asleep or requests run.
         """
         self._require_awake()
         if not self.options.sleep_mode or level not in (1, 2):
@@ -189,6 +202,7 @@ class VllmEngine:
                 allowed="level 1 or 2 of an engine that was started with sleep_mode",
                 reason="vLLM allocates memory that it can give back only where it was told so at the start.",
             )
+        require_idle(self._llm)
         self._asleep = True
         if level == 2:
             self._digest = None
@@ -280,7 +294,8 @@ class VllmEngine:
 
     def _checked_ids(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         longest = self._llm.llm_engine.vllm_config.model_config.max_model_len - 1
-        return checked_ids(prompts, sampling, self._contract, longest)
+        require_temperature(sampling, self._contract)
+        return checked_ids(prompts, sampling, self._contract.model.vocab_size, longest)
 
     def _refuse_faults(self, requests: Sequence[SampleRequest], values: Sequence[tuple[int, Sequence[float]]]) -> None:
         """values: of every request the position of its first row, and its rows' log-probabilities."""
@@ -297,14 +312,11 @@ class VllmEngine:
         raise first.error(None if first.record is None else str(requests[first.record]))
 
     def _empty_prefix_cache(self) -> None:
-        if not self._llm.reset_prefix_cache():
+        try:
+            empty_prefix_cache(self._llm)
+        except WeightDigestMismatch:
             self._digest = None
-            raise WeightDigestMismatch(
-                field="prefix cache",
-                found="vLLM refused to empty it",
-                allowed="an empty cache after every change of weights",
-                reason="It would serve keys and values of the old weights.",
-            )
+            raise
 
     def _check_served(self) -> None:
         """Compares the regions that really ran with the contract, the first time that each case has run."""

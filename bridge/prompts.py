@@ -11,10 +11,8 @@ from contracts.errors import EmptyBatch, PromptTooLong, UnsupportedRequest
 from isojax.rl.rollout import Sampling
 
 
-def checked_ids(
-    prompts: Sequence[Sequence[int]], sampling: Sampling, contract: ExecutionContract, longest: int
-) -> list[list[int]]:
-    """The prompts as plain integers, after refusing what an engine of this contract cannot run.
+def checked_ids(prompts: Sequence[Sequence[int]], sampling: Sampling, vocab_size: int, longest: int) -> list[list[int]]:
+    """The prompts as plain integers, after refusing what an engine of this vocabulary cannot run.
 
     longest: tokens of a prompt. Raises EmptyBatch, PromptTooLong and UnsupportedRequest.
     """
@@ -33,6 +31,16 @@ def checked_ids(
                 allowed=f"at most {longest} tokens",
                 reason="The context must also hold the first sampled token.",
             )
+
+    def checked(values: Sequence[int], field: str) -> list[int]:
+        return list(token_ids(values, field=field, vocab_size=vocab_size, refusal=UnsupportedRequest))
+
+    checked(sampling.stop_token_ids, "stop_token_ids")
+    return [checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+
+
+def require_temperature(sampling: Sampling, contract: ExecutionContract) -> None:
+    """Raises UnsupportedRequest for sampling at another temperature than the contract's one."""
     wanted = bits_float(contract.semantics.temperature)
     # The region divides by an fp32 number, so 0.6 means the fp32 number nearest to it.
     if not sampling.greedy and np.float32(sampling.temperature) != np.float32(wanted):
@@ -43,10 +51,3 @@ def checked_ids(
             reason="The engine's log-probabilities are log_softmax(logits / T) at that T; export the policy with "
             "another one.",
         )
-
-    def checked(values: Sequence[int], field: str) -> list[int]:
-        size = contract.model.vocab_size
-        return list(token_ids(values, field=field, vocab_size=size, refusal=UnsupportedRequest))
-
-    checked(sampling.stop_token_ids, "stop_token_ids")
-    return [checked(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contracts.errors import BadConfig
+from isojax.rl.card import DEFAULT_SEQUENCES, DEFAULT_STEP_TOKENS
+from isojax.rl.memory_split import DEFAULT_KV_CACHE_BYTES
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -48,9 +51,9 @@ class EngineOptions:
 
     separate_process: bool = False
     max_context: int = 0
-    max_step_tokens: int = 512
-    max_sequences: int = 64
-    kv_cache_bytes: int = 1 << 30
+    max_step_tokens: int = DEFAULT_STEP_TOKENS
+    max_sequences: int = DEFAULT_SEQUENCES
+    kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES
     page_size: int = 0
     prefix_cache: bool = True
     cuda_graphs: bool = True
@@ -101,6 +104,51 @@ def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions
             allowed="false on a CPU",
             reason="Sleeping gives a card's memory to somebody else on that card.",
         )
+    return _start(
+        folder,
+        options,
+        on_card=on_card,
+        dtype=contract.semantics.compute_dtype,
+        max_model_len=options.max_context or contract.model.max_position,
+        max_num_batched_tokens=options.max_step_tokens,
+        block_size=options.page_size or (None if on_card else CPU_PAGE_SIZE),
+        enable_chunked_prefill=True,
+        enforce_eager=not options.cuda_graphs,
+        enable_sleep_mode=options.sleep_mode,
+    )
+
+
+def start_stock_vllm(folder: Path, dtype: str, max_position: int, options: EngineOptions) -> LLM:
+    """A running stock vLLM on an ordinary Hugging Face folder, with the same options.
+
+    On a card it compiles and captures as by default. On a CPU it runs eagerly and prefills in one piece, since requests
+    with seeds of their own fail there when their prompt is cut.
+    """
+    import torch
+
+    # It warns at every sync that a rotary embedding, which has no weights, was given none.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    on_card = torch.cuda.is_available()
+    context = options.max_context or max_position
+    return _start(
+        folder,
+        options,
+        on_card=on_card,
+        dtype=dtype,
+        max_model_len=context,
+        max_num_batched_tokens=options.max_step_tokens if on_card else max(options.max_step_tokens, context),
+        block_size=options.page_size or None,
+        enable_chunked_prefill=on_card,
+        enforce_eager=not (on_card and options.cuda_graphs),
+        # At the temperature that a token was sampled at.
+        logprobs_mode="processed_logprobs",
+        # Without a folder's own defaults for sampling.
+        generation_config="vllm",
+    )
+
+
+def _start(folder: Path, options: EngineOptions, *, on_card: bool, **settings: Any) -> LLM:
+    """vLLM with what both arms share, and the settings that differ."""
     for_card: dict[str, Any] = {"gpu_memory_utilization": FREE_AT_START} if on_card else {}
     with _environment(
         # FlashInfer's sampler is compiled at run time; ours draws instead.
@@ -118,20 +166,14 @@ def start_vllm(folder: Path, contract: ExecutionContract, options: EngineOptions
             model=str(folder),
             # Token ids in, token ids out: the engine never sees text.
             skip_tokenizer_init=True,
-            dtype=contract.semantics.compute_dtype,
-            max_model_len=options.max_context or contract.model.max_position,
-            max_num_batched_tokens=options.max_step_tokens,
             max_num_seqs=options.max_sequences,
             kv_cache_memory_bytes=options.kv_cache_bytes,
-            block_size=options.page_size or (None if on_card else CPU_PAGE_SIZE),
             enable_prefix_caching=options.prefix_cache,
-            enable_chunked_prefill=True,
             seed=options.seed,
-            enforce_eager=not options.cuda_graphs,
-            enable_sleep_mode=options.sleep_mode,
             # vLLM's dummy weights have no digest, so nothing is sampled from them.
             load_format="auto" if options.initial_weights else "dummy",
             **for_card,
+            **settings,
         )
 
 

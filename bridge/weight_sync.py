@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from contracts.errors import BadCheckpoint, UnsupportedModel
+from contracts.errors import BadCheckpoint, UnsupportedModel, UnsupportedRequest, WeightDigestMismatch
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -180,6 +180,29 @@ class WeightSender:
                 used += -(-size // 64) * 64
         if pieces:
             yield pieces
+
+
+def require_idle(llm: LLM) -> None:
+    """Raise UnsupportedRequest while requests are in flight: weights must not change, nor memory go, beneath them."""
+    running = llm.llm_engine.get_num_unfinished_requests()
+    if running:
+        raise UnsupportedRequest(
+            field="engine",
+            found=f"{running} requests in flight",
+            allowed="none",
+            reason="A sync would mix two policies in their tokens, a sleep take their cache. Let them finish first.",
+        )
+
+
+def empty_prefix_cache(llm: LLM) -> None:
+    """Drop cached keys and values of older weights. Raises WeightDigestMismatch if vLLM will not."""
+    if not llm.reset_prefix_cache():
+        raise WeightDigestMismatch(
+            field="prefix cache",
+            found="vLLM refused to empty it",
+            allowed="an empty cache after every change of weights",
+            reason="It would serve keys and values of the old weights.",
+        )
 
 
 def _on_one_device(value: Any) -> bool:

@@ -80,6 +80,10 @@ class BadCheckpoint(Refusal):
     """A weights file or training checkpoint that is missing, damaged, incomplete or misshapen."""
 
 
+class CannotWrite(Refusal):
+    """A file that the disk did not take, because it is full or for another reason of its own."""
+
+
 class BadConfig(Refusal):
     """A setting that is unknown, of the wrong type or out of range."""
 

@@ -21,7 +21,7 @@ MOVES = frozenset(
         *("slice", "dynamic_slice", "dynamic_update_slice", "split", "concatenate", "stack", "unstack", "tile"),
         *("gather", "select_n"),
         *("all_gather", "all_gather_invariant", "all_to_all", "ppermute", "pvary", "pcast"),
-        *("sharding_constraint", "optimization_barrier", "stop_gradient"),
+        *("sharding_constraint", "optimization_barrier", "stop_gradient", "name"),
     )
 )
 # Exact on integers and booleans; on floats each of them rounds, compares or reorders.

@@ -66,6 +66,25 @@ def export_policy(
     return contract
 
 
+def export_checkpoint(
+    folder: str | Path, policy: Policy, params: Parameters, tokenizer_files: Mapping[str, bytes]
+) -> None:
+    """Write an ordinary Hugging Face folder of a policy: what stock vLLM and transformers load, without a contract.
+
+    `folder` is new or empty. Raises `BadConfig` where it is not, or the parameters are not the policy's.
+    """
+    target = Path(folder).resolve()
+    check_target(target)
+    policy.check_parameters(params)
+    target.mkdir(parents=True, exist_ok=True)
+    config = to_hugging_face(policy.config, policy.dtype)
+    config["architectures"] = [config.pop("isojax")["architecture"]]
+    _write_json(target / CONFIG_FILE, config)
+    write_weights(target, policy, params)
+    for name, content in tokenizer_files.items():
+        (target / name).write_bytes(content)
+
+
 def check_target(folder: Path) -> None:
     """Raise `BadConfig` where an export to `folder`, an absolute path, would delete something else than a policy."""
     if Path.cwd().is_relative_to(folder):

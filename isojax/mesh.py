@@ -9,6 +9,7 @@ from contracts import AXES, ExecutionContract
 from contracts.errors import MeshNotClaimed
 from isojax.policy.batch import PackedBatch
 from isojax.policy.policy import Parameters, Policy
+from isojax.policy.sharded import spread
 
 # Degrees of dp and of fsdp that the gate in tests/isojax/test_mesh.py runs, alone and together.
 PROVED_DEGREES = (1, 2, 4, 8)
@@ -63,13 +64,16 @@ def score_on_mesh(
     """`policy.score` over a mesh, to be jitted or differentiated by the caller; fp32 [T], cut like the batch.
 
     Each device computes its own sequences with whole weights: parameters cut over fsdp are gathered a layer at a time,
-    which moves bits and adds none. The gradient of a parameter is summed over devices, cut as the parameter is.
+    which moves bits and adds none. The gradient of a parameter is summed over devices in fp32, cut as the parameter is.
     Raises `MeshNotClaimed` for a mesh outside of the contract's claims, before anything is compiled.
     """
     contract.check_mesh(mesh_degrees(mesh))
     gather_axis = "fsdp" if mesh.shape.get("fsdp", 1) > 1 else None
 
+    rows = tuple(axis for axis in _BATCH_AXES if axis in mesh.axis_names)
+
     def local(params, buffers, batch, temperature):
+        params = {name: spread(value, rows) for name, value in params.items()}
         return policy.score(params, buffers, batch, temperature, gather_axis=gather_axis)
 
     batch = batch_spec(mesh)

@@ -9,7 +9,7 @@ from pallas_kernels.matmul import matmul
 from pallas_kernels.qk_norm_rope import paged_qk_norm_rope, qk_norm_rope
 from pallas_kernels.region import REGIONS, Region, Spec, is_region, region_of
 from pallas_kernels.residual_add import residual_add
-from pallas_kernels.rms_norm import add_rms_norm, rms_norm
+from pallas_kernels.rms_norm import add_rms_norm, add_rms_norm_carried, norm_gradient, rms_norm
 from pallas_kernels.swiglu import swiglu
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Region",
     "Spec",
     "add_rms_norm",
+    "add_rms_norm_carried",
     "attention",
     "cast",
     "counters",
@@ -24,6 +25,7 @@ __all__ = [
     "is_region",
     "log_prob_rows",
     "matmul",
+    "norm_gradient",
     "paged_attention",
     "paged_qk_norm_rope",
     "qk_norm_rope",

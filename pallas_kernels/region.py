@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import counters
 from pallas_kernels.jax_api import (
@@ -133,8 +134,9 @@ def differentiable(
 
     `keep(operands, results)` chooses the residuals. `backward(residuals, cotangents, **parameters)` returns one
     cotangent per operand in the operand's dtype, None for integers; it is plain JAX and not bound by the rounding
-    schedule. `forward(operands, parameters)` returns (results, residuals) under differentiation, where that is not the
-    region itself: other regions whose results have the same bits, as where the backward needs what is between them.
+    schedule. Under gradients the results are named after the region, so that `jax.checkpoint_policies` can save them.
+    `forward(operands, parameters)` returns (results, residuals) under differentiation, where that is not the region
+    itself: other regions whose results have the same bits, as where the backward needs what is between them.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,7 +146,9 @@ def differentiable(
     def differentiated(parameters: tuple[tuple[str, Parameter], ...], *operands: jax.Array) -> tuple[Any, Any]:
         if forward is not None:
             return forward(operands, dict(parameters))
-        results = region.bind(*operands, **dict(parameters))
+        # Named before they are kept, so that a saved result and a saved residual are one array.
+        named = partial(checkpoint_name, name=region.name)
+        results = jax.tree.map(named, region.bind(*operands, **dict(parameters)))
         return results, keep(operands, results)
 
     def reverse(parameters: tuple[tuple[str, Parameter], ...], residuals: Any, cotangents: Any) -> Any:

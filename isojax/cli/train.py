@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -32,12 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; 0 when all steps are done."""
+    # JAX would take most of a card at its first use, and the engine needs its share of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config = load_config(arguments.config)
     resume = arguments.resume is not None
     if resume:
-        folder = RunFolder(Path(arguments.resume)) if arguments.resume else latest_run(arguments.runs, config.name)
+        folder = RunFolder(Path(arguments.resume)) if arguments.resume else latest_run(arguments.runs, config.run_name)
     else:
-        folder = new_run(arguments.runs, config.name)
+        folder = new_run(arguments.runs, config.run_name)
     # A scheduler ends a job with SIGTERM; it is as good a reason to stop in order as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -15,7 +15,7 @@ from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
 from isojax.kernels.packing import UNSEALED, Packing
 from isojax.policy.batch import PackedBatch, PerToken
 from isojax.policy.config import PolicyConfig
-from isojax.policy.dense import DensePolicy, Remat
+from isojax.policy.dense import REMATS, DensePolicy, Remat
 from isojax.policy.rope import rope_table
 from pallas_kernels import counters
 
@@ -23,6 +23,7 @@ from pallas_kernels import counters
 
 Parameters = Mapping[str, jax.Array]
 Dtype = Literal["bfloat16", "float32"]
+Arm = Literal["exact", "native"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 _ROW_STEP = 16
 
@@ -42,24 +43,26 @@ class Policy:
         dtype: str = "bfloat16",
         remat: Remat = "layer",
         rope: np.ndarray | None = None,
+        operations: Any = pallas_kernels,
     ) -> None:
         """Build a policy without parameters.
 
-        dtype: "bfloat16" or "float32", of parameters and activations. remat: "layer" recomputes each layer in the
-        backward, "none" keeps all activations; no bit of the forward depends on it. rope: the shipped fp32 [P, D] table
-        of an exported policy (computed from the config where None). Raises `BadConfig`.
+        dtype: "bfloat16" or "float32", of parameters and activations. remat: what the backward computes again, by the
+        forward's own regions: "layer" every layer from its input, "regions" only the cheap regions of each from the
+        results of its products and its attention, "none" nothing; no bit of the forward depends on it. rope: the
+        shipped fp32 [P, D] table of an exported policy (computed from the config where None). operations: the regions,
+        or what stands in for them in the baseline arm (see `isojax.policy.native`). Raises `BadConfig`.
         """
         if dtype not in DTYPES:
             raise BadConfig(
                 field="dtype", found=dtype, allowed=list(DTYPES), reason="The regions are defined for these."
             )
-        if remat not in ("none", "layer"):
-            raise BadConfig(
-                field="remat", found=remat, allowed=["none", "layer"], reason="A layer is the unit of recomputation."
-            )
+        if remat not in REMATS:
+            raise BadConfig(field="remat", found=remat, allowed=list(REMATS), reason="It is no known policy.")
         self.config = config
         self.dtype = cast(Dtype, dtype)
         self.remat = remat
+        self.operations = operations
         table = rope_table(config) if rope is None else rope
         if table.shape != (config.max_position, config.head_dim) or table.dtype != np.float32:
             raise BadConfig(
@@ -73,12 +76,17 @@ class Policy:
         self.row_buckets: tuple[int, ...] = ()
         self.packing: Packing = UNSEALED
         self.buffers: dict[str, jax.Array] = {"rope_table": jnp.asarray(table)}
-        abstract = nnx.eval_shape(lambda: DensePolicy(config, jnp.dtype(dtype), remat))
+        abstract = nnx.eval_shape(lambda: DensePolicy(config, jnp.dtype(dtype), remat, operations))
         self._definition, state = nnx.split(abstract)
         self.parameter_shapes: dict[str, jax.ShapeDtypeStruct] = {
             ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for path, leaf in nnx.to_flat_state(state)
         }
+
+    @property
+    def arm(self) -> Arm:
+        """ "exact" with regions, "native" without: then nothing is promised of its bits."""
+        return "exact" if self.operations is pallas_kernels else "native"
 
     def module(self, params: Parameters, gather_axis: str | None = None) -> DensePolicy:
         """The Flax module that holds these parameters.
@@ -141,7 +149,7 @@ class Policy:
     def head_rows(self, params: Parameters, hidden: jax.Array, temperature: jax.Array | float) -> jax.Array:
         """log_softmax(logits / temperature) of every row, fp32 [T, V]. Pure; what the engine's compute_logits runs."""
         head = self.module(params).head_VH
-        return pallas_kernels.log_prob_rows(
+        return self.operations.log_prob_rows(
             hidden, head, jnp.asarray(temperature, jnp.float32), vocab_size=self.config.vocab_size
         )
 
@@ -153,16 +161,22 @@ class Policy:
         temperature: jax.Array | float = 1.0,
         *,
         gather_axis: str | None = None,
+        entropy_probe: jax.Array | None = None,
     ) -> jax.Array:
-        """Log-probability of `batch.targets` at every row, fp32 [T]. Pure, traceable and differentiable."""
+        """Log-probability of `batch.targets` at every row, fp32 [T]. Pure, traceable and differentiable.
+
+        entropy_probe: fp32 [T]; the gradient with respect to it is the entropy of every row, see
+        `pallas_kernels.token_log_probs`.
+        """
         module = self.module(params, gather_axis)
         hidden = module.hidden(buffers["rope_table"], batch.tokens, batch.positions, batch.segment_ids)
-        return pallas_kernels.token_log_probs(
+        return self.operations.token_log_probs(
             hidden,
             module.head_VH,
             batch.targets,
             jnp.asarray(temperature, jnp.float32),
             vocab_size=self.config.vocab_size,
+            entropy_probe_T=entropy_probe,
         )
 
     def log_probs(self, params: Parameters, batch: PackedBatch, temperature: float = 1.0) -> jax.Array:
@@ -220,8 +234,20 @@ class Policy:
                 allowed=f"0..{self.config.max_position - 1}",
                 reason="The policy's rope table ends there.",
             )
+        if self.arm == "native" and isinstance(batch.positions, np.ndarray):
+            self._check_rows(batch)
         if isinstance(batch.tokens, np.ndarray):
             _check_range(batch.tokens, self.config.vocab_size, "batch.tokens", "The embedding has no other rows.")
+
+    def _check_rows(self, batch: PackedBatch) -> None:
+        starts = np.flatnonzero((batch.positions == 0) & (batch.segment_ids >= 0))
+        if np.any(starts % self.packing["start_multiple"]):
+            raise BadConfig(
+                field="batch.positions",
+                found=f"sequences that start at {starts.tolist()[:8]}",
+                allowed=f"multiples of {self.packing['start_multiple']}: isojax.pack(..., **policy.packing)",
+                reason="The native arm's attention sees rows of so many tokens, one sequence in each.",
+            )
 
 
 def _check_temperature(temperature: float | jax.Array) -> None:

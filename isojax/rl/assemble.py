@@ -9,22 +9,31 @@ import jax
 
 from contracts import load_contract, token_ids
 from contracts.errors import BadConfig
-from isojax.export import export_policy
+from isojax.export import export_checkpoint, export_policy
 from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import Remat
+from isojax.policy.native import native_policy
 from isojax.policy.policy import Policy
+from isojax.rl.card import machine_arch, prove_for_run, run_shapes, seal_for_run
 from isojax.rl.config import Config, PolicySection
+from isojax.rl.files import written
+from isojax.rl.memory_split import DEFAULT_KV_CACHE_BYTES, memory_split
 from isojax.rl.optimizer import Parameters
 from isojax.rl.packing import fitting_lengths, require_fitting
 from isojax.rl.prompts import PromptEncoder, encode_prompts
-from isojax.rl.rollout import open_engine
+from isojax.rl.rollout import engine_class, open_engine
 from isojax.rl.run_folder import RunFolder
 from isojax.rl.tasks import Task, open_task
+from isojax.rl.tensorboard import require_tensorboard
 from isojax.rl.trainer import Trainer
 from isojax.weights.load import load
 from isojax.weights.tokenizer import TokenizerFiles, tokenizer_files
 
 PACKAGE = "package:"
+ROW_STEP = 64
+"""The native arm's rows are multiples of it: a sequence shorter than the longest ends in padding anyway."""
+GENERATED_PROMPTS = {"exact": 16, "native": 2000}
+"""Prompts of a generated data set that are looked at before the start. The native arm's rows must hold all of them."""
 
 
 def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: bool = False) -> Trainer:
@@ -35,22 +44,40 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     starts.
     """
     task = open_task(config.task, config_folder)
-    remat: Remat = "layer" if config.train.remat else "none"
+    exact = config.policy.arm == "exact"
+    if config.metrics.tensorboard:
+        require_tensorboard()
     if resume:
         folder.require_same_config(config)
     else:
-        policy, params, files = open_policy(config.policy, config_folder, remat)
-        export_policy(folder.policy, policy, params, files, temperature=config.rollout.temperature)
+        policy, params, files = open_policy(config.policy, config_folder, config.train.remat)
+        arch = machine_arch()
+        kernels = None
+        if exact and arch != "cpu":
+            kernels = seal_for_run(policy, run_shapes(config, policy.config.max_position))
+        with written(folder.policy):
+            if exact:
+                temperature = config.rollout.temperature
+                export_policy(folder.policy, policy, params, files, temperature=temperature, arch=arch, kernels=kernels)
+            else:
+                export_checkpoint(folder.policy, policy, params, files)
+        if kernels is not None:
+            prove_for_run(folder.policy, arch)
     folder.write_config(config)
     # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
-    policy, params = load(folder.policy, config.policy.dtype, remat=remat)
+    policy, params = load(folder.policy, config.policy.dtype, remat=config.train.remat)
     encoder = PromptEncoder(folder.policy)
-    _require_fitting_prompts(config, policy, task, encoder)
+    longest = _require_fitting_prompts(config, policy, task, encoder)
+    _require_memory(config, policy)
     stop = config.rollout.stop_token_ids
     if stop is not None:
         token_ids(stop, field="rollout.stop_token_ids", vocab_size=policy.config.vocab_size)
-    contract = load_contract(folder.policy)
-    engine = open_engine(config.engine.name, folder.policy, **config.engine.settings)
+    contract = load_contract(folder.policy) if exact else None
+    if not exact:
+        policy = native_policy(policy, -(-longest // ROW_STEP) * ROW_STEP)
+    # The trainer keeps still while the engine captures graphs: work of another thread would break a capture.
+    jax.block_until_ready(params)
+    engine = open_engine(config.engine.name, folder.policy, arm=config.policy.arm, **config.engine.settings)
     try:
         trainer = Trainer(
             config,
@@ -113,10 +140,14 @@ def package_weights(source: str) -> Path:
     return found[0]
 
 
-def _require_fitting_prompts(config: Config, policy: Policy, task: Task, encoder: PromptEncoder) -> None:
-    """Refuse prompts that cannot be run, before an engine is started for them."""
+def _require_fitting_prompts(config: Config, policy: Policy, task: Task, encoder: PromptEncoder) -> int:
+    """Refuse prompts that cannot be run, before an engine is started for them.
+
+    Returns the tokens of the longest one that was looked at, with its completion.
+    """
     # A generated data set may be endless; a few of its prompts show whether its form is right.
-    count = len(task.examples) if isinstance(task.examples, list) else min(len(task.examples), 16)
+    most = len(task.examples) if isinstance(task.examples, list) else GENERATED_PROMPTS[config.policy.arm]
+    count = min(len(task.examples), most)
     prompts = encode_prompts(
         encoder,
         [task.examples[index] for index in range(count)],
@@ -128,3 +159,20 @@ def _require_fitting_prompts(config: Config, policy: Policy, task: Task, encoder
     longest = max(map(len, prompts)) + config.rollout.max_tokens
     most, _ = fitting_lengths(config.train.micro_batch_tokens, policy.packing)
     require_fitting(longest, most, policy.packing, "The longest prompt with its completion")
+    return longest
+
+
+def _require_memory(config: Config, policy: Policy) -> None:
+    """Refuse a card that cannot hold trainer and engine, before the engine is started."""
+    card = getattr(engine_class(config.engine.name), "device_bytes", lambda: None)()
+    kv_cache_bytes = config.engine.settings.get("kv_cache_bytes", DEFAULT_KV_CACHE_BYTES)
+    # What is no number, the engine refuses itself.
+    if card is None or not isinstance(kv_cache_bytes, int):
+        return
+    split = memory_split(
+        policy.parameter_shapes,
+        kv_cache_bytes=kv_cache_bytes,
+        reserve_bytes=config.engine.memory.reserve_bytes,
+        with_reference=bool(config.algorithm.objective.kl_weight),
+    )
+    split.require_fit(card, (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"))

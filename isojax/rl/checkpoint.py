@@ -10,16 +10,20 @@ import jax
 import orbax.checkpoint as ocp
 
 from contracts.errors import BadCheckpoint
+from isojax.rl.collect import Rollout
+from isojax.rl.files import cannot_write
 from isojax.rl.optimizer import LearnerState
+from isojax.rl.rollout_record import rollout_from_json, rollout_to_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands after a step; together with the learner's state it is all that resuming needs.
+    """Where a run stands after a step; with the learner's state and a rollout that waits for its step it is all that
+    resuming needs.
 
-    step: steps done. policy_version: optimizer updates done. data_position: prompts consumed.
+    step: steps done. policy_version: optimizer updates done. data_position: prompts consumed by the steps done.
     seed: of the run; every random draw is a function of it and of the numbers above, so it is the state of the RNG.
     weight_digest: of the weights that the next rollout uses. reference_digest: of the frozen reference policy.
     numerical_policy: the contract's identity under which the run computed so far.
@@ -35,7 +39,10 @@ class Progress:
 
 
 class Checkpoints:
-    """The numbered checkpoints of one run. A directory that was not finished does not count as one."""
+    """The numbered checkpoints of one run. A directory that was not finished does not count as one.
+
+    Each is written under a temporary name and renamed when it is whole, so a process may end at any moment.
+    """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         """keep: how many of the newest stay on the disk."""
@@ -47,16 +54,30 @@ class Checkpoints:
         """The newest complete checkpoint's step, or None."""
         return self._manager.latest_step()
 
-    def save(self, state: LearnerState, progress: Progress) -> None:
-        """Write one checkpoint under its step; it appears whole or not at all."""
-        self._manager.save(
-            progress.step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()),
-                progress=ocp.args.JsonSave({"format": FORMAT, **asdict(progress)}),
-            ),
-        )
-        self._manager.wait_until_finished()
+    def unfinished(self) -> list[str]:
+        """Names of what a process that ended while it wrote has left half-written here."""
+        complete = {str(step) for step in self._manager.all_steps()}
+        return sorted(path.name for path in self.folder.iterdir() if path.name not in complete)
+
+    def save(self, state: LearnerState, progress: Progress, waiting: Rollout | None = None) -> None:
+        """Write one checkpoint under its step; it appears whole or not at all.
+
+        waiting: the rollout of the next step where it was sampled already. Raises CannotWrite, with the older
+        checkpoints as they were.
+        """
+        try:
+            self._manager.save(
+                progress.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state._asdict()),
+                    progress=ocp.args.JsonSave({"format": FORMAT, **asdict(progress)}),
+                    waiting=ocp.args.JsonSave({"rollout": None if waiting is None else rollout_to_json(waiting)}),
+                ),
+            )
+            self._manager.wait_until_finished()
+        # Orbax passes on what its storage raises, which for a full disk is a ValueError.
+        except Exception as error:
+            raise cannot_write(self.folder / str(progress.step), str(error)[-300:]) from error
 
     def restore(self, step: int, like: LearnerState) -> tuple[LearnerState, Progress]:
         """The state and progress of a step. `like`: a state of the same shapes, whose values are not used.
@@ -86,6 +107,15 @@ class Checkpoints:
             if values.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
             return Progress(**values)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise self._damaged(step, error) from error
+
+    def waiting(self, step: int) -> Rollout | None:
+        """The rollout that was sampled for the step after this one, if any. Raises BadCheckpoint."""
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(waiting=ocp.args.JsonRestore()))
+            values = restored["waiting"]["rollout"]
+            return None if values is None else rollout_from_json(values)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise self._damaged(step, error) from error
 

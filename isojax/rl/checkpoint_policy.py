@@ -52,7 +52,7 @@ def load_checkpoint(checkpoint: Path) -> CheckpointPolicy:
         state, progress = checkpoints.restore(step, like)
     finally:
         checkpoints.close()
-    params = jax.jit(compute_copies, static_argnums=1)(state.master, policy.dtype)
+    params = jax.jit(compute_copies, static_argnums=1)(state.master, policy)
     if digest(params) != progress.weight_digest:
         raise BadCheckpoint(
             field=f"weights of {checkpoint}",
@@ -60,7 +60,11 @@ def load_checkpoint(checkpoint: Path) -> CheckpointPolicy:
             allowed=progress.weight_digest,
             reason="They are not the weights that the run had after that step.",
         )
-    temperature = bits_float(load_contract(folder.policy).semantics.temperature)
+    if config.policy.arm == "native":
+        # The weights are a policy's as any other's; only the run that made them claimed no contract.
+        temperature = config.rollout.temperature
+    else:
+        temperature = bits_float(load_contract(folder.policy).semantics.temperature)
     return CheckpointPolicy(step, progress.weight_digest, policy, params, tokenizer_files(folder.policy), temperature)
 
 

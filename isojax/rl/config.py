@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from contracts.temperature import LARGEST, SMALLEST
-
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-UnitInterval = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """Base of every section: immutable, unknown keys refused, no silent conversion between types."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+from isojax.policy.dense import Remat
+from isojax.rl.algorithms import AlgorithmSection, GrpoSection
+from isojax.rl.config_section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, Section, UnitInterval
 
 
 class PolicySection(Section):
@@ -28,12 +19,15 @@ class PolicySection(Section):
       left out with `random`.
     random: a Hugging Face style model configuration; the weights are drawn from `random_seed`.
     dtype: what the forward computes in. Master weights are float32 either way.
+    arm: "exact", or "native" for the baseline that exactness is compared with: the same policy in plain JAX without
+      regions, beside the engine's stock form. Of its bits nothing is promised, and everything that it leaves says so.
     """
 
     source: str | None = None
     random: dict[str, Any] | None = None
     random_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    arm: Literal["exact", "native"] = "exact"
 
     @model_validator(mode="after")
     def _one_origin(self) -> PolicySection:
@@ -76,6 +70,8 @@ class RolloutSection(Section):
 
     temperature divides the logits, on both sides; it becomes part of the contract.
     max_tokens is the most tokens in a completion.
+    lag: 0 samples each step's rollout from the newest weights; 1 from those of one step before, so that the rollout of
+      a step is there before the step before it has trained.
     """
 
     prompts_per_step: Positive
@@ -83,20 +79,7 @@ class RolloutSection(Section):
     max_tokens: Positive
     temperature: Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False)] = 1.0
     stop_token_ids: tuple[NotNegative, ...] | None = None
-
-
-class AlgorithmSection(Section):
-    """The objective: GRPO of DeepSeekMath (arXiv 2402.03300); see `isojax.rl.losses`.
-
-    clip: epsilon of the ratio's clipping. kl_weight: beta of the k3 estimate against the frozen starting policy.
-    minibatches: optimizer updates a rollout, over disjoint parts of it. epochs: passes over each rollout.
-    """
-
-    name: Literal["grpo"] = "grpo"
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    kl_weight: NotNegativeFloat = 0.0
-    minibatches: Positive = 1
-    epochs: Positive = 1
+    lag: Literal[0, 1] = 0
 
 
 class OptimizerSection(Section):
@@ -115,13 +98,13 @@ class TrainSection(Section):
     """How long, and how the batch is cut.
 
     micro_batch_tokens: most tokens in one packed micro-batch; gradients are accumulated over them in float32.
-    remat: recompute each layer's activations in the backward instead of keeping them.
+    remat: what the backward computes again instead of keeping it: "none", "layer" or "regions", see `isojax.Policy`.
     checkpoint_every: steps between checkpoints (the last step always has one). keep_checkpoints: how many stay.
     """
 
     steps: Positive
     micro_batch_tokens: Positive = 1024
-    remat: bool = False
+    remat: Remat = "none"
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
 
@@ -137,11 +120,28 @@ class CheckSection(Section):
     on_mismatch: Literal["stop", "record"] = "stop"
 
 
+class MetricsSection(Section):
+    """Where a step's metrics go beside `metrics.jsonl`. tensorboard: also into TensorBoard's event files."""
+
+    tensorboard: bool = False
+
+
+class MemorySection(Section):
+    """How a card's memory is split between trainer and engine, checked before the engine starts.
+
+    reserve_bytes: for what has no fixed size: activations, workspaces of compiled programs, captured graphs. What the
+    rest takes is computed; see `isojax.rl.memory_split`.
+    """
+
+    reserve_bytes: NotNegative = 8 << 30
+
+
 class EngineSection(Section):
-    """Which installed engine samples, and its own settings (passed through to it)."""
+    """Which installed engine samples, its own settings (passed through to it), and its card's memory."""
 
     name: str = "vllm"
     settings: dict[str, Any] = Field(default_factory=dict)
+    memory: MemorySection = MemorySection()
 
 
 class Config(Section):
@@ -154,9 +154,24 @@ class Config(Section):
     rollout: RolloutSection
     optimizer: OptimizerSection
     train: TrainSection
-    algorithm: AlgorithmSection = AlgorithmSection()
+    algorithm: AlgorithmSection = GrpoSection()
     check: CheckSection = CheckSection()
     engine: EngineSection = EngineSection()
+    metrics: MetricsSection = MetricsSection()
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run's folder: that of a native run says so."""
+        return self.name if self.policy.arm == "exact" else f"{self.name}-{self.policy.arm}"
+
+    @model_validator(mode="after")
+    def _native_only_records(self) -> Config:
+        if self.policy.arm == "native" and self.check.on_mismatch != "record":
+            raise ValueError(
+                "policy.arm = 'native' needs check.on_mismatch = 'record': stock stacks differ in almost every token, "
+                "so a run that stops at the first difference would end in its first step"
+            )
+        return self
 
     @model_validator(mode="after")
     def _minibatches_divide(self) -> Config:

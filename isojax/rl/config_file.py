@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from contracts.errors import BadConfig, UnsupportedRequest
 from contracts.user_files import read_text
+from isojax.rl.algorithms import ALGORITHMS
 from isojax.rl.config import Config
 
 FILTERS = {
@@ -76,14 +77,26 @@ def _explained(error: ValidationError, source: str) -> BadConfig:
     """The first of pydantic's complaints, in our own words."""
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        values = first["input"] if isinstance(first["input"], dict) else {"name": first["input"]}
+        return BadConfig(
+            field=f"algorithm.name in {source}",
+            found=values["name"],
+            allowed=list(ALGORITHMS),
+            reason="The algorithm's other keys depend on it.",
+        )
+    # Behind a section of several kinds pydantic puts which kind it took.
+    algorithm = location.pop(1) if location[:1] == ["algorithm"] and len(location) > 1 else None
     field = ".".join(location) or "the whole file"
     if first["type"] == "extra_forbidden":
-        allowed = sorted(_section_at(location[:-1]).model_fields)
+        section = ALGORITHMS[algorithm] if algorithm else _section_at(location[:-1])
+        allowed = sorted(section.model_fields)
+        others = [name for name, other in ALGORITHMS.items() if algorithm and location[-1] in other.model_fields]
         near = difflib.get_close_matches(location[-1], allowed, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Nothing known is spelled like it."
-        return BadConfig(
-            field=f"{field} in {source}", found=location[-1], allowed=allowed, reason=f"Unknown key. {hint}"
-        )
+        reason = f"Unknown key. Did you mean {near[0]!r}?" if near else "Unknown key. Nothing known is spelled like it."
+        if others:
+            reason = f"{algorithm} does not use it; {' and '.join(others)} would."
+        return BadConfig(field=f"{field} in {source}", found=location[-1], allowed=allowed, reason=reason)
     if first["type"] == "missing":
         return BadConfig(
             field=f"{field} in {source}", found="nothing", allowed="a value", reason="This key has no default."

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from contracts.errors import NonFiniteLogits
@@ -33,7 +36,20 @@ def require_finite(
     )
 
 
+@contextmanager
+def naming_step(step: int) -> Iterator[None]:
+    """Inside, a NonFiniteLogits also says in which step of the run it was met."""
+    try:
+        yield
+    except NonFiniteLogits as error:
+        raise NonFiniteLogits(
+            field=f"step {step}, {error.field}", found=error.found, allowed=error.allowed, reason=error.reason
+        ) from error
+
+
 def _first_region(completion: Completion, place: int, policy: Policy, params: Parameters) -> str:
+    if policy.arm == "native":
+        return "unknown (the native arm has none)"
     history = completion.prompt_tokens + completion.tokens[:place]
     found = first_non_finite(capture_forward(policy, params, pack([history])), rows=len(history))
     # The trainer's own forward is finite: the value was spoiled behind the last region that both sides share.

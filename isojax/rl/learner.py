@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,9 @@ import optax
 from contracts.errors import DifferenceFound, NonFiniteLogits
 from isojax.policy.batch import PackedBatch
 from isojax.policy.policy import Policy
-from isojax.rl.config import AlgorithmSection, OptimizerSection
-from isojax.rl.losses import LossInputs, LossParts, grpo_loss, token_weights
+from isojax.rl.algorithms import AlgorithmSection
+from isojax.rl.config import OptimizerSection
+from isojax.rl.losses import LossInputs, LossParts, Objective, policy_loss, token_weights
 from isojax.rl.mismatch import Mismatch, compare_tokens
 from isojax.rl.optimizer import LearnerState, Parameters, build_optimizer, compute_copies, start_state
 from isojax.rl.packing import MicroBatch, cut
@@ -26,23 +27,33 @@ from pallas_kernels import counters
 # T: tokens of a packed micro-batch.
 
 
+class Estimates(NamedTuple):
+    """Two estimates of one KL divergence, in nats a token; see `isojax.rl.losses`."""
+
+    k1: float = 0.0
+    k3: float = 0.0
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """What the updates on one rollout did. Fractions and KL are means over the tokens that the updates saw.
 
-    mismatch: the engine against trainer_fwd, over the tokens of the first minibatch, before any weight moved.
+    policy_kl: k1 and k3 estimates of KL(rollout || policy). reference_kl: of KL(policy || reference), or None.
+    mismatch: the engine against trainer_fwd, over the tokens of the first minibatch, before any weight moved; of
+      nothing where other weights had sampled the rollout.
     gradient_norm: before clipping, the largest of the updates.
+    updates: optimizer steps; 0, and 0 everywhere else, where no group was left to learn from.
     """
 
-    loss: float
-    policy_kl: float
-    reference_kl: float | None
-    clip_fraction: float
-    first_clip_fraction: float
-    first_ratio_off_one: int
-    gradient_norm: float
-    updates: int
-    mismatch: Mismatch
+    loss: float = 0.0
+    policy_kl: Estimates = field(default_factory=Estimates)
+    reference_kl: Estimates | None = None
+    clip_fraction: float = 0.0
+    first_clip_fraction: float = 0.0
+    first_ratio_off_one: int = 0
+    gradient_norm: float = 0.0
+    updates: int = 0
+    mismatch: Mismatch = field(default_factory=Mismatch)
 
 
 class _Minibatch(NamedTuple):
@@ -79,7 +90,7 @@ class Learner:
     def restore(self, state: LearnerState) -> None:
         """Continue from a checkpoint's state."""
         self.state = state
-        self.params = jax.jit(partial(compute_copies, dtype=self.policy.dtype))(state.master)
+        self.params = jax.jit(partial(compute_copies, policy=self.policy))(state.master)
 
     def update(
         self,
@@ -88,35 +99,43 @@ class Learner:
         reference_log_probs: Sequence[np.ndarray] | None,
         *,
         require_exact: bool,
+        groups: np.ndarray | None = None,
+        on_policy: bool = True,
     ) -> UpdateResult:
         """Train on one rollout: `epochs` passes over `minibatches` disjoint parts, one optimizer step each.
 
         advantages: float32, one a completion. reference_log_probs: float32 arrays, one a completion, or None.
-        Before the first step moves a weight its ratios are checked to be exactly 1 and none clipped.
+        groups: int [groups, group_size], the indices of the completions to learn from (None: all); a group is never
+        cut. on_policy: the rollout was sampled from the weights as they are now. Then, before the first step moves one,
+        the ratios are checked to be exactly 1 and none clipped.
         Raises DifferenceFound if they are not and `require_exact`; NonFiniteLogits for a loss or gradient that is NaN
         or infinite, with the weights as they were.
         """
+        groups = np.arange(len(completions))[:, None] if groups is None else groups
+        if not len(groups):
+            return UpdateResult()
         minibatches: list[_Minibatch] = []
         norms: list[float] = []
         for _ in range(self.algorithm.epochs):
-            for indices in np.array_split(np.arange(len(completions)), self.algorithm.minibatches):
-                part = self._minibatch(completions, indices.tolist(), advantages, reference_log_probs)
-                if not minibatches and require_exact:
-                    _require_untouched_ratio(part)
-                norms.append(self._step(part))
-                minibatches.append(part)
+            for part in np.array_split(groups, min(self.algorithm.minibatches, len(groups))):
+                minibatch = self._minibatch(completions, part.reshape(-1).tolist(), advantages, reference_log_probs)
+                if on_policy and require_exact and not minibatches:
+                    _require_untouched_ratio(minibatch)
+                norms.append(self._step(minibatch))
+                minibatches.append(minibatch)
         first = minibatches[0]
-        total = _added([part.parts for part in minibatches])
+        total = _added([minibatch.parts for minibatch in minibatches])
+        reference_kl = Estimates(_mean(total.reference_kl_k1, total), _mean(total.reference_kl_k3, total))
         return UpdateResult(
-            loss=float(np.mean([part.loss for part in minibatches])),
-            policy_kl=float(total.policy_kl / total.tokens),
-            reference_kl=None if reference_log_probs is None else float(total.reference_kl / total.tokens),
-            clip_fraction=float(total.clipped / total.tokens),
-            first_clip_fraction=float(first.parts.clipped / first.parts.tokens),
+            loss=float(np.mean([minibatch.loss for minibatch in minibatches])),
+            policy_kl=Estimates(_mean(total.policy_kl_k1, total), _mean(total.policy_kl_k3, total)),
+            reference_kl=None if reference_log_probs is None else reference_kl,
+            clip_fraction=_mean(total.clipped, total),
+            first_clip_fraction=_mean(first.parts.clipped, first.parts),
             first_ratio_off_one=int(first.parts.ratio_off_one),
             gradient_norm=max(norms),
             updates=len(norms),
-            mismatch=first.mismatch,
+            mismatch=first.mismatch if on_policy else Mismatch(),
         )
 
     def _minibatch(
@@ -127,7 +146,9 @@ class Learner:
         reference: Sequence[np.ndarray] | None,
     ) -> _Minibatch:
         """Gradients of the completions at `indices`, with the weights as they are now."""
-        weights = dict(zip(indices, token_weights([len(completions[index].tokens) for index in indices]), strict=True))
+        # Of the whole minibatch, whatever micro-batches it is then cut into.
+        lengths = [len(completions[index].tokens) for index in indices]
+        weights = dict(zip(indices, token_weights(lengths, self.algorithm.objective.weighting), strict=True))
         gradients = {name: jnp.zeros(value.shape, jnp.float32) for name, value in self.params.items()}
         micro_batches = cut(completions, indices, self.micro_batch_tokens, self.policy.packing)
         outputs = []
@@ -142,8 +163,7 @@ class Learner:
                     inputs,
                     jnp.float32(self.temperature),
                     policy=self.policy,
-                    clip=self.algorithm.clip,
-                    kl_weight=self.algorithm.kl_weight,
+                    objective=self.algorithm.objective,
                 )
                 outputs.append(output)
         # Fetched after the last micro-batch was sent, so that the device never waits for the host between two.
@@ -184,13 +204,13 @@ class Learner:
                     field=name, found=value, allowed="a finite number", reason="The update was not applied."
                 )
         self.state, self.params = _apply_gradients(
-            self.state, part.gradients, optimizer=self._optimizer, dtype=self.policy.dtype
+            self.state, part.gradients, optimizer=self._optimizer, policy=self.policy
         )
         return norm
 
 
 # Functions of the module and not of a learner, so that learners of one policy share what was compiled.
-@partial(jax.jit, static_argnames=("policy", "clip", "kl_weight"), donate_argnames="accumulated")
+@partial(jax.jit, static_argnames=("policy", "objective"), donate_argnames="accumulated")
 def _accumulate_gradients(
     params: Parameters,
     accumulated: Parameters,
@@ -200,14 +220,13 @@ def _accumulate_gradients(
     temperature: jax.Array,
     *,
     policy: Policy,
-    clip: float,
-    kl_weight: float,
+    objective: Objective,
 ) -> tuple[Parameters, jax.Array, LossParts, jax.Array]:
     """`accumulated` plus one micro-batch's gradients; its loss, parts and float32 log-probabilities [T]."""
 
     def loss_of(params: Parameters) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
         log_probs_T = policy.score(params, buffers, batch, temperature)
-        loss, parts = grpo_loss(log_probs_T, inputs, clip=clip, kl_weight=kl_weight)
+        loss, parts = policy_loss(log_probs_T, inputs, objective)
         return loss, (parts, log_probs_T)
 
     (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
@@ -216,17 +235,21 @@ def _accumulate_gradients(
     return accumulated, loss, parts, log_probs_T
 
 
-@partial(jax.jit, static_argnames=("optimizer", "dtype"), donate_argnames=("state", "gradients"))
+@partial(jax.jit, static_argnames=("optimizer", "policy"), donate_argnames=("state", "gradients"))
 def _apply_gradients(
-    state: LearnerState, gradients: Parameters, *, optimizer: OptimizerSection, dtype: str
+    state: LearnerState, gradients: Parameters, *, optimizer: OptimizerSection, policy: Policy
 ) -> tuple[LearnerState, Parameters]:
     updates, moments = build_optimizer(optimizer).update(gradients, state.optimizer, state.master)
     master = optax.apply_updates(state.master, updates)
-    return LearnerState(master, moments), compute_copies(master, dtype)
+    return LearnerState(master, moments), compute_copies(master, policy)
 
 
 def _added(parts: Sequence[LossParts]) -> LossParts:
     return LossParts(*(float(sum(values)) for values in zip(*parts, strict=True)))
+
+
+def _mean(summed: Any, parts: LossParts) -> float:
+    return float(summed / parts.tokens)
 
 
 _global_norm = jax.jit(optax.tree.norm)

@@ -1,8 +1,10 @@
-"""The GRPO objective over packed tokens, finite at masked tokens whatever stands there."""
+"""The objective of every algorithm over packed tokens, finite at masked tokens whatever stands there."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,25 +32,40 @@ class LossInputs(NamedTuple):
 class LossParts(NamedTuple):
     """float32 scalars, summed over a micro-batch so that micro-batches add up.
 
-    ratio_off_one counts tokens whose ratio is not exactly 1.
+    ratio_off_one counts tokens whose ratio is not exactly 1. policy_kl*: estimates of KL(rollout || policy).
+    reference_kl*: of KL(policy || reference), 0 without one. k1 and k3: see `k1_estimate` and `k3_estimate`.
     """
 
     tokens: Array | float
     clipped: Array | float
     ratio_off_one: Array | float
-    policy_kl: Array | float
-    reference_kl: Array | float
-    weighted_reference_kl: Array | float
+    policy_kl_k1: Array | float
+    policy_kl_k3: Array | float
+    reference_kl_k1: Array | float
+    reference_kl_k3: Array | float
 
 
-def grpo_loss(
-    log_probs: jax.Array, inputs: LossInputs, *, clip: float, kl_weight: float
-) -> tuple[jax.Array, LossParts]:
-    """-sum_t weights_t * (min(ratio_t * A_t, clip(ratio_t, 1 - clip, 1 + clip) * A_t) - kl_weight * k3_t).
+Weighting = Literal["completion_sum", "completion_mean", "token_mean"]
 
-    ratio_t = exp(log_probs_t - rollout_log_probs_t); k3_t = exp(d) - d - 1 with d = reference - policy, the unbiased,
-    non-negative estimate of KL(policy || reference). DeepSeekMath (arXiv 2402.03300), equations 3 and 4; with
-    `token_weights` the sum is the paper's mean over completions of the mean over their tokens.
+
+class Objective(NamedTuple):
+    """Which objective `policy_loss` is.
+
+    weighting: of the tokens in the sum; see `token_weights`. clip_low, clip_high: the ratio is clipped to
+    [1 - clip_low, 1 + clip_high]; infinity is no clipping. kl_weight: of the k3 estimate against the reference.
+    """
+
+    weighting: Weighting
+    clip_low: float = math.inf
+    clip_high: float = math.inf
+    kl_weight: float = 0.0
+
+
+def policy_loss(log_probs: jax.Array, inputs: LossInputs, objective: Objective) -> tuple[jax.Array, LossParts]:
+    """-sum_t weights_t * (min(ratio_t * A_t, clip(ratio_t, 1 - clip_low, 1 + clip_high) * A_t) - kl_weight * k3_t).
+
+    ratio_t = exp(log_probs_t - rollout_log_probs_t). k3_t estimates KL(policy || reference). With the parameters that
+    `isojax.rl.algorithms` gives it this is REINFORCE, GRPO or DAPO.
 
     log_probs: float32 [T], differentiable. Returns the scalar loss and its parts.
     """
@@ -61,26 +78,35 @@ def grpo_loss(
 
     log_ratio = policy - rollout
     ratio = jnp.exp(log_ratio)
-    clipped_ratio = jnp.clip(ratio, 1.0 - clip, 1.0 + clip)
-    objective = jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+    clipped_ratio = jnp.clip(ratio, 1.0 - objective.clip_low, 1.0 + objective.clip_high)
+    gain = jnp.minimum(ratio * advantages, clipped_ratio * advantages)
 
-    zero = jnp.zeros((), jnp.float32)
-    reference_kl = weighted_reference_kl = zero
+    reference_kl_k1 = reference_kl_k3 = jnp.zeros((), jnp.float32)
     if inputs.reference_log_probs is not None:
-        k3 = k3_estimate(policy, jnp.where(keep, inputs.reference_log_probs, 0.0))
-        objective = objective - kl_weight * k3
-        reference_kl, weighted_reference_kl = jnp.sum(k3), jnp.sum(weights * k3)
+        reference = jnp.where(keep, inputs.reference_log_probs, 0.0)
+        k3 = k3_estimate(policy, reference)
+        gain = gain - objective.kl_weight * k3
+        reference_kl_k1, reference_kl_k3 = jnp.sum(k1_estimate(policy, reference)), jnp.sum(k3)
 
     count = keep.astype(jnp.float32)
     parts = LossParts(
         tokens=jnp.sum(count),
         clipped=jnp.sum(count * (ratio != clipped_ratio)),
         ratio_off_one=jnp.sum(count * (ratio != 1.0)),
-        policy_kl=jnp.sum(k3_estimate(rollout, policy)),
-        reference_kl=reference_kl,
-        weighted_reference_kl=weighted_reference_kl,
+        policy_kl_k1=jnp.sum(k1_estimate(rollout, policy)),
+        policy_kl_k3=jnp.sum(k3_estimate(rollout, policy)),
+        reference_kl_k1=reference_kl_k1,
+        reference_kl_k3=reference_kl_k3,
     )
-    return -jnp.sum(weights * objective), jax.lax.stop_gradient(parts)
+    return -jnp.sum(weights * gain), jax.lax.stop_gradient(parts)
+
+
+def k1_estimate(log_probs: jax.Array, other: jax.Array) -> jax.Array:
+    """log_probs - other: estimates KL(p || other) at tokens sampled from p, unbiased and of either sign.
+
+    J. Schulman, "Approximating KL divergence" (2020), the estimator k1.
+    """
+    return log_probs - other
 
 
 def k3_estimate(log_probs: jax.Array, other: jax.Array) -> jax.Array:
@@ -92,6 +118,18 @@ def k3_estimate(log_probs: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.exp(difference) - difference - 1.0
 
 
-def token_weights(completion_lengths: list[int]) -> list[float]:
-    """The weight of each completion's tokens in the sum: 1 / (completions * its length), GRPO's mean of means."""
-    return [1.0 / (len(completion_lengths) * length) for length in completion_lengths]
+def token_weights(completion_lengths: Sequence[int], weighting: Weighting) -> list[float]:
+    """The weight that each token of a completion has in the sum, one a completion of a minibatch.
+
+    "completion_sum": 1 / completions, REINFORCE's mean over completions of the sum over their tokens.
+    "completion_mean": 1 / (completions * its length), GRPO's mean over completions of the mean over their tokens.
+    "token_mean": 1 / all tokens, DAPO's mean over tokens: a long completion weighs more than a short one.
+    """
+    completions, tokens = len(completion_lengths), sum(completion_lengths)
+    match weighting:
+        case "completion_sum":
+            return [1.0 / completions] * completions
+        case "completion_mean":
+            return [1.0 / (completions * length) for length in completion_lengths]
+        case "token_mean":
+            return [1.0 / tokens] * completions

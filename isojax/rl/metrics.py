@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,30 +14,46 @@ import numpy as np
 from contracts.errors import BadCheckpoint
 from contracts.user_files import parse_json_object, read_bytes
 from isojax.rl.checkpoint import Progress
-from isojax.rl.files import write_atomically
+from isojax.rl.collect import Rollout
+from isojax.rl.entropy import sampled_entropy
+from isojax.rl.files import write_atomically, written
 from isojax.rl.learner import UpdateResult
-from isojax.rl.mismatch import Mismatch
-from isojax.rl.rollout import Completion
+from isojax.rl.memory import memory_marks
 
 
 @dataclass(frozen=True)
 class StepMetrics:
     """What one step did. Seconds are wall-clock; counts are of sampled tokens or of full rows.
 
-    reward_mean, reward_std: over the step's completions. tokens: sampled, and compared with the trainer.
-    mismatch_*: engine against trainer_score and trainer_fwd, by bits. full_rows: compared over the whole vocabulary.
-    policy_kl: k3 estimate of KL(rollout policy || updated policy) as seen by the updates, averaged over their tokens;
-      0 with one update a rollout because the ratio is exactly 1. kl: the same estimate against the frozen reference,
-      or None when the objective has no KL term.
-    first_ratio_off_one, first_clip_fraction: of the first minibatch after the rollout; both are exactly 0.
+    reward_mean, reward_std: of the task's own rewards, over every completion that was sampled for the step.
+    sampled_groups: prompts sampled for it. kept_groups: groups whose rewards differ, the ones with a gradient.
+    tokens: sampled, and compared with the trainer.
+    mismatch_*: engine against trainer_score, and where no update lies between also against trainer_fwd, by bits.
+    full_rows: compared over the whole vocabulary.
+    policy_kl, policy_kl_k1: estimates k3 and k1 of KL(rollout policy || updated policy) as seen by the updates,
+      averaged over their tokens; 0 with one update a rollout and no lag, because the ratio is exactly 1. kl, kl_k1: the
+      same estimates of KL(updated policy || frozen reference), or None when the objective has no KL term.
+    entropy: of the policy that sampled, in nats, exact over the full rows, or None without any. entropy_sampled: the
+      mean of -log p over all sampled tokens, an unbiased estimate of the same.
+    first_ratio_off_one, first_clip_fraction: of the first minibatch after the rollout; both are exactly 0 unless the
+      rollout was sampled from older weights.
     clip_fraction: over all updates. gradient_norm: before clipping, the largest of the step's updates.
-    kept_groups: groups whose rewards differ, the ones with a gradient. policy_version: updates behind the rollout.
+    updates: optimizer updates of the step; 0 where no group was kept, and the weights are then as they were.
+    policy_version, weight_digest: updates behind the weights after the step. rollout_version: updates behind the
+      weights that sampled each of the step's tokens. version_lag: updates between them and the step's first update.
+    seconds_*: of what was done in this step; with a lag that is the next step's rollout, and where the engine samples
+      while the trainer trains, only the time that the trainer then still waited for it.
+    tokens_per_second_rollout: sampled, or None where the step sampled none. tokens_per_second_train: of prompts and
+      completions together, each counted once.
+    memory_*_bytes: high-water marks since the process started (`isojax.rl.memory`); None where a device keeps none.
+    arm: "exact", or "native" for the baseline without regions, of which nothing is promised.
     """
 
     step: int
     reward_mean: float
     reward_std: float
     completion_length_mean: float
+    sampled_groups: int
     kept_groups: int
     tokens: int
     mismatch_tokens: int
@@ -46,65 +62,105 @@ class StepMetrics:
     full_row_mismatches: int
     loss: float
     kl: float | None
+    kl_k1: float | None
     policy_kl: float
+    policy_kl_k1: float
+    entropy: float | None
+    entropy_sampled: float
     clip_fraction: float
     first_clip_fraction: float
     first_ratio_off_one: int
     gradient_norm: float
+    updates: int
     seconds_rollout: float
     seconds_check: float
     seconds_train: float
     seconds_sync: float
+    tokens_per_second_rollout: float | None
+    tokens_per_second_train: float
+    memory_process_bytes: int
+    memory_device_bytes: int | None
     policy_version: int
+    rollout_version: int
+    version_lag: int
     data_position: int
     weight_digest: str
     numerical_policy: str
+    arm: str
 
     def summary(self) -> str:
         """What a progress bar has room for."""
+        arm = "" if self.arm == "exact" else f"{self.arm} arm, "
         return (
-            f"reward {self.reward_mean:.3f}, mismatches {self.mismatch_tokens}/{self.tokens} tokens "
+            f"{arm}reward {self.reward_mean:.3f}, mismatches {self.mismatch_tokens}/{self.tokens} tokens "
             f"{self.full_row_mismatches}/{self.full_rows} rows"
         )
 
 
 def step_metrics(
-    completions: Sequence[Completion],
-    rewards: np.ndarray,
-    group_size: int,
-    mismatch: Mismatch,
+    rollout: Rollout,
+    before: Progress,
     result: UpdateResult,
-    progress: Progress,
+    after: Progress,
     seconds: Mapping[str, float],
+    arm: str = "exact",
 ) -> StepMetrics:
-    """The line of one step. `progress` is the one after it; `seconds` has rollout, check, train and sync."""
+    """The line of one step between two states of progress; `seconds` has rollout, check, train and sync where timed."""
+    mismatch = rollout.mismatch.joined(result.mismatch)
+    groups = rollout.rewards.reshape(-1, rollout.groups.shape[1])
+    kl = result.reference_kl
+    memory = memory_marks()
+    sampled = int(rollout.lengths.sum())
+    trained = sum(len(completion.prompt_tokens) for completion in rollout.completions) + sampled
     return StepMetrics(
-        step=progress.step,
-        reward_mean=float(rewards.mean()),
-        reward_std=float(rewards.std()),
-        completion_length_mean=float(np.mean([len(completion.tokens) for completion in completions])),
-        kept_groups=int(np.count_nonzero(np.ptp(rewards.reshape(-1, group_size), axis=1))),
+        step=after.step,
+        reward_mean=float(rollout.rewards.mean()),
+        reward_std=float(rollout.rewards.std()),
+        completion_length_mean=float(rollout.lengths.mean()),
+        sampled_groups=len(groups),
+        kept_groups=int(np.count_nonzero(np.ptp(groups, axis=1))),
         tokens=mismatch.tokens,
         mismatch_tokens=mismatch.mismatch_tokens,
         mismatch_max_abs=mismatch.max_abs,
         full_rows=mismatch.full_rows,
         full_row_mismatches=mismatch.full_row_mismatches,
         loss=result.loss,
-        kl=result.reference_kl,
-        policy_kl=result.policy_kl,
+        kl=None if kl is None else kl.k3,
+        kl_k1=None if kl is None else kl.k1,
+        policy_kl=result.policy_kl.k3,
+        policy_kl_k1=result.policy_kl.k1,
+        entropy=rollout.entropy,
+        entropy_sampled=sampled_entropy(rollout.completions),
         clip_fraction=result.clip_fraction,
         first_clip_fraction=result.first_clip_fraction,
         first_ratio_off_one=result.first_ratio_off_one,
         gradient_norm=result.gradient_norm,
-        seconds_rollout=seconds["rollout"],
-        seconds_check=seconds["check"],
+        updates=result.updates,
+        seconds_rollout=seconds.get("rollout", 0.0),
+        seconds_check=seconds.get("check", 0.0),
         seconds_train=seconds["train"],
         seconds_sync=seconds["sync"],
-        policy_version=progress.policy_version,
-        data_position=progress.data_position,
-        weight_digest=progress.weight_digest,
-        numerical_policy=progress.numerical_policy,
+        tokens_per_second_rollout=sampled / seconds["rollout"] if seconds.get("rollout") else None,
+        tokens_per_second_train=trained / seconds["train"],
+        memory_process_bytes=memory.process,
+        memory_device_bytes=memory.device,
+        policy_version=after.policy_version,
+        rollout_version=rollout.policy_version,
+        version_lag=before.policy_version - rollout.policy_version,
+        data_position=after.data_position,
+        weight_digest=after.weight_digest,
+        numerical_policy=after.numerical_policy,
+        arm=arm,
     )
+
+
+MEASURED = ("seconds_", "tokens_per_second_", "memory_")
+"""Beginnings of the fields that a clock or the machine gives; all others are equal in every run of a configuration."""
+
+
+def reproducible(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's line without what differs from run to run."""
+    return {name: value for name, value in line.items() if not name.startswith(MEASURED)}
 
 
 class MetricsFile:
@@ -114,9 +170,9 @@ class MetricsFile:
         self.path = path
 
     def append(self, metrics: StepMetrics) -> None:
-        """Add one step's line."""
+        """Add one step's line. Raises CannotWrite; of a line that was cut short nothing counts."""
         line = json.dumps(asdict(metrics), allow_nan=False) + "\n"
-        with self.path.open("a", encoding="utf-8") as file:
+        with written(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-import pallas_kernels
 from isojax.rl.config import OptimizerSection
+
+if TYPE_CHECKING:
+    from isojax.policy.policy import Policy
 
 Parameters = dict[str, jax.Array]
 
@@ -50,11 +52,11 @@ def start_state(optimizer: optax.GradientTransformation, params: Mapping[str, ja
     return LearnerState(master, optimizer.init(master))
 
 
-def compute_copies(master: Mapping[str, jax.Array], dtype: str) -> Parameters:
-    """The master weights in the policy's dtype, rounded to nearest even by the cast region; pure and traceable."""
-    if dtype == "float32":
+def compute_copies(master: Mapping[str, jax.Array], policy: Policy) -> Parameters:
+    """The master weights in the policy's dtype, rounded to nearest even by its cast region; pure and traceable."""
+    if policy.dtype == "float32":
         return {name: jnp.copy(value) for name, value in master.items()}
-    return {name: pallas_kernels.cast(value, dtype=dtype) for name, value in master.items()}
+    return {name: policy.operations.cast(value, dtype=policy.dtype) for name, value in master.items()}
 
 
 def _decays(params: Mapping[str, jax.Array]) -> dict[str, bool]:

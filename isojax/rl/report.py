@@ -22,6 +22,8 @@ _COLUMNS = (
     ("full rows", "full_rows", "d"),
     ("row mismatches", "full_row_mismatches", "d"),
     ("clip fraction", "clip_fraction", ".4f"),
+    ("rollout tokens/s", "tokens_per_second_rollout", ".0f"),
+    ("train tokens/s", "tokens_per_second_train", ".0f"),
     ("gradient norm", "gradient_norm", ".3f"),
     ("rollout s", "seconds_rollout", ".2f"),
     ("check s", "seconds_check", ".2f"),
@@ -43,10 +45,10 @@ def render(name: str, lines: Sequence[dict[str, Any]], config: str = "") -> str:
     template = Template(files("isojax.rl").joinpath("report_template.html").read_text(encoding="utf-8"))
     wrong = sum(line["mismatch_tokens"] + line["full_row_mismatches"] for line in lines)
     return template.substitute(
-        title=escape(f"isojax run {name}"),
-        subtitle=escape(f"numerical policy {lines[-1]['numerical_policy'][:16]}…") if lines else "no step finished yet",
+        title=escape(f"isojax run {name}{' (native arm: no contract)' if _native(lines) else ''}"),
+        subtitle=_subtitle(lines),
         verdict=_verdict(lines),
-        verdict_class=" bad" if wrong else "",
+        verdict_class=" bad" if wrong or _native(lines) else "",
         tiles="".join(
             f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>'
             for value, what in _tiles(lines)
@@ -62,12 +64,25 @@ def run_summary(folder: RunFolder) -> str:
     lines = read_metrics(folder.metrics)
     if not lines:
         return f"{folder.metrics} holds no step\nreport: {folder.report}"
+    native = "native arm: stock stacks, nothing is promised of their bits\n" if _native(lines) else ""
     return (
-        f"reward {lines[0]['reward_mean']:.3f} in the first step, {lines[-1]['reward_mean']:.3f} in the last\n"
+        f"{native}reward {lines[0]['reward_mean']:.3f} in the first step, {lines[-1]['reward_mean']:.3f} in the last\n"
         f"{_total(lines, 'mismatch_tokens')} of {_total(lines, 'tokens')} sampled tokens and "
         f"{_total(lines, 'full_row_mismatches')} of {_total(lines, 'full_rows')} full rows differ\n"
         f"report: {folder.report}"
     )
+
+
+def _native(lines: Sequence[dict[str, Any]]) -> bool:
+    return any(line["arm"] == "native" for line in lines)
+
+
+def _subtitle(lines: Sequence[dict[str, Any]]) -> str:
+    if not lines:
+        return "no step finished yet"
+    if _native(lines):
+        return "native arm: a plain XLA forward beside a stock engine, under no contract"
+    return escape(f"numerical policy {lines[-1]['numerical_policy'][:16]}…")
 
 
 def _total(lines: Sequence[dict[str, Any]], key: str) -> int:
@@ -79,6 +94,11 @@ def _verdict(lines: Sequence[dict[str, Any]]) -> str:
         return "Nothing was compared yet."
     tokens, rows = _total(lines, "tokens"), _total(lines, "full_rows")
     wrong, wrong_rows = _total(lines, "mismatch_tokens"), _total(lines, "full_row_mismatches")
+    if _native(lines):
+        return (
+            f"<b>Native arm.</b> No contract is claimed. {wrong:,} of {tokens:,} sampled tokens differ between the "
+            f"stock engine and the plain forward, by at most {max(line['mismatch_max_abs'] for line in lines):.3e}."
+        )
     if not wrong and not wrong_rows:
         return (
             f"<b>Equal bits.</b> 0 of {tokens:,} sampled tokens and 0 of {rows:,} full log-probability rows differ "
@@ -119,9 +139,16 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
     curves = [Line("mean reward", reward)]
     if len(reward) > 20:
         curves = [Line("a step", reward, faint=True), Line("mean of the last 10 steps", smoothed(reward, 10))]
-    divergence = [Line("rollout policy against updated policy", values("policy_kl"))]
+    divergence = [
+        Line("rollout policy against updated policy, k3", values("policy_kl")),
+        Line("k1", values("policy_kl_k1"), 3),
+    ]
     if any(line["kl"] is not None for line in lines):
-        divergence.append(Line("policy against frozen reference", values("kl"), 2))
+        divergence.append(Line("policy against frozen reference, k3", values("kl"), 2))
+        divergence.append(Line("k1", values("kl_k1"), 4))
+    entropy = [Line("estimate, all sampled tokens", values("entropy_sampled"))]
+    if any(line["entropy"] is not None for line in lines):
+        entropy.append(Line("exact, full rows", values("entropy"), 2))
     return [
         chart("Reward", steps, curves),
         chart(
@@ -132,7 +159,8 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
             note="Counted as bit patterns: one bit of difference is a mismatch.",
         ),
         _seconds_chart(lines),
-        chart("KL", steps, divergence, unit="nats a token", note="Both are k3 estimates at the sampled tokens."),
+        chart("KL", steps, divergence, unit="nats a token", note="Estimates at the sampled tokens."),
+        chart("Entropy", steps, entropy, unit="nats a token"),
         chart(
             "Clip fraction",
             steps,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from contracts import EngineReport, ExecutionContract
+    from isojax.policy.policy import Arm
 
 ENGINE_ENTRY_POINTS = "isojax.engines"
 
@@ -64,7 +65,9 @@ class Completion:
 
     log_probs: float32 [len(tokens)], the engine's log-probability of each token of `tokens` when it was sampled.
     finish_reason: "stop" (a stop token, which is the last of `tokens`) or "length".
-    weight_digest: of the weights that the engine held, as `sync` returned it.
+    weight_digest: of the weights that the engine held, as `sync` returned it. They are those of every token, since an
+    engine takes weights only while no request is in flight.
+    policy_version: of the same weights, optimizer updates behind them; a trainer knows it, an engine leaves it None.
     rows: full log-probability rows, float32 [vocab_size], by index into `tokens`; None where none were asked for.
     """
 
@@ -75,6 +78,7 @@ class Completion:
     finish_reason: str
     weight_digest: str
     rows: Mapping[int, np.ndarray] | None = None
+    policy_version: int | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,11 @@ class RolloutEngine(Protocol):
     @property
     def contract(self) -> ExecutionContract:
         """The contract that the engine runs."""
+        ...
+
+    @property
+    def runs_beside_trainer(self) -> bool:
+        """Whether `generate` may run in another thread while this one trains: true of an engine in its own process."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
@@ -138,11 +147,28 @@ def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     return derive_seed("request", seed, prompt_index, sample_index)
 
 
-def open_engine(name: str, folder: str | Path, **settings: Any) -> RolloutEngine:
+def open_engine(name: str, folder: str | Path, *, arm: Arm = "exact", **settings: Any) -> RolloutEngine:
     """Start the engine that is registered as `name` on an exported policy folder.
 
-    Engines are found through the entry point group `isojax.engines`, so the trainer never imports one.
-    Raises BadConfig if no installed package registers the name.
+    arm: "native" starts its baseline instead, the class's own `native(folder, **settings)`, on an ordinary checkpoint.
+    Raises as `engine_class`, and BadConfig for an engine without a baseline.
+    """
+    engine = engine_class(name)
+    if arm == "exact":
+        return engine(folder, **settings)
+    if not hasattr(engine, "native"):
+        raise BadConfig(
+            field="policy.arm", found=arm, allowed="exact", reason=f"The engine {name!r} has no baseline to start."
+        )
+    return engine.native(folder, **settings)
+
+
+def engine_class(name: str) -> Any:
+    """What is registered as `name`: called with a folder and settings it starts an engine.
+
+    It may also have `native`, see `open_engine`, and `device_bytes()`, the memory of the card that the engine would run
+    on or None without a card. Engines are found through the entry point group `isojax.engines`, so the trainer never
+    imports one. Raises BadConfig if no installed package registers the name.
     """
     found = {point.name: point for point in entry_points(group=ENGINE_ENTRY_POINTS)}
     if name not in found:
@@ -152,4 +178,4 @@ def open_engine(name: str, folder: str | Path, **settings: Any) -> RolloutEngine
             allowed=sorted(found) or "none is installed",
             reason=f"Engines register under the entry point group {ENGINE_ENTRY_POINTS!r}; install isojax with pip.",
         )
-    return found[name].load()(folder, **settings)
+    return found[name].load()

@@ -13,12 +13,18 @@ from isojax.rl.config import Config
 from isojax.rl.files import write_atomically
 
 # What may change when a run is resumed: how long it goes on and what it keeps, and nothing that decides a bit.
-RESUMABLE = (("train", "steps"), ("train", "checkpoint_every"), ("train", "keep_checkpoints"), ("check", "on_mismatch"))
+RESUMABLE = (
+    *(("train", "steps"), ("train", "checkpoint_every"), ("train", "keep_checkpoints")),
+    *(("check", "on_mismatch"), ("metrics", "tensorboard"), ("engine", "memory", "reserve_bytes")),
+)
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`runs/NAME`: config.json, policy/ (what the run started from), checkpoints/, metrics.jsonl, report.html."""
+    """`runs/NAME`: config.json, policy/ (what the run started from), checkpoints/, metrics.jsonl, report.html.
+
+    And tensorboard/, where a run is asked for it.
+    """
 
     path: Path
 
@@ -36,6 +42,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON line a step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
 
     @property
     def report(self) -> Path:

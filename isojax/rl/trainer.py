@@ -1,33 +1,36 @@
-"""The training loop: sample, reward, check every bit, update, sync."""
+"""The training loop: a rollout whose every bit was checked, an update, a sync."""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
-from contracts import ExecutionContract, bits_float, handshake
-from contracts.errors import BadCheckpoint, BadConfig, WeightDigestMismatch
-from isojax.mesh import mesh_degrees
+from contracts import ExecutionContract
+from contracts.errors import BadCheckpoint, WeightDigestMismatch
 from isojax.policy.policy import Policy
-from isojax.rl.advantages import group_advantages
-from isojax.rl.check_rollout import check_rollout, require_answers, score
+from isojax.rl.arms import agree
+from isojax.rl.check_rollout import score
 from isojax.rl.checkpoint import Checkpoints, Progress
 from isojax.rl.clock import Clock
+from isojax.rl.collect import Collector, Rollout
 from isojax.rl.config import Config
-from isojax.rl.data_order import example_indices
+from isojax.rl.finite import naming_step
 from isojax.rl.interrupts import finishing_first
-from isojax.rl.learner import Learner
+from isojax.rl.learner import Learner, UpdateResult
 from isojax.rl.metrics import MetricsFile, StepMetrics, step_metrics
-from isojax.rl.mismatch import Mismatch
 from isojax.rl.optimizer import Parameters
-from isojax.rl.prompts import PromptEncoder, encode_prompts
+from isojax.rl.prompts import PromptEncoder
 from isojax.rl.report import write_report
-from isojax.rl.rollout import Completion, RolloutEngine, Sampling, derive_seed
+from isojax.rl.rollout import Completion, RolloutEngine
 from isojax.rl.run_folder import RunFolder
-from isojax.rl.tasks import Example, Task
+from isojax.rl.tasks import Task
+from isojax.rl.tensorboard import TensorBoard
 from isojax.weights.digest import digest
 
 _SECONDS_BETWEEN_REPORTS = 5.0
@@ -42,7 +45,7 @@ class Trainer:
         *,
         policy: Policy,
         params: Parameters,
-        contract: ExecutionContract,
+        contract: ExecutionContract | None,
         engine: RolloutEngine,
         task: Task,
         encoder: PromptEncoder,
@@ -51,23 +54,11 @@ class Trainer:
     ) -> None:
         """`params` are the starting weights, which also stay as the frozen reference where a KL term asks for one.
 
-        Raises what `contract.check_mesh` and `contracts.handshake` raise: nothing is sampled before both agree.
+        contract: what `policy` and `engine` run; None in the native arm. Raises as `isojax.rl.arms.agree`: nothing is
+        sampled before both agree.
         """
-        self.config, self.policy, self.contract, self.engine = config, policy, contract, engine
-        self.task, self.encoder, self.folder = task, encoder, folder
-        self.stop_token_ids = stop_token_ids
-        # As the contract holds it, rounded to float32 once for both sides.
-        self.temperature = bits_float(contract.semantics.temperature)
-        if self.temperature != np.float32(config.rollout.temperature):
-            raise BadConfig(
-                field="rollout.temperature",
-                found=config.rollout.temperature,
-                allowed=f"the contract's {self.temperature}",
-                reason="Log-probabilities are log_softmax(logits / T) at one T on both sides.",
-            )
-        mesh = mesh_degrees(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)))
-        contract.check_mesh(mesh)
-        handshake(contract, engine.report(), trainer_mesh=mesh)
+        self.config, self.policy, self.contract, self.engine, self.folder = config, policy, contract, engine, folder
+        self.temperature, numerical_policy = agree(config, policy, contract, engine)
         self.learner = Learner(
             policy,
             params,
@@ -76,13 +67,25 @@ class Trainer:
             temperature=self.temperature,
             micro_batch_tokens=config.train.micro_batch_tokens,
         )
-        self._reference = dict(self.learner.params) if config.algorithm.kl_weight else None
+        self.collector = Collector(
+            config,
+            policy=policy,
+            engine=engine,
+            task=task,
+            encoder=encoder,
+            stop_token_ids=stop_token_ids,
+            temperature=self.temperature,
+        )
+        self._reference = dict(self.learner.params) if config.algorithm.objective.kl_weight else None
         self.metrics = MetricsFile(folder.metrics)
+        self.tensorboard = TensorBoard(folder.tensorboard) if config.metrics.tensorboard else None
         self.checkpoints = Checkpoints(folder.checkpoints, config.train.keep_checkpoints)
         start = digest(params)
-        self.progress = Progress(0, 0, 0, config.seed, start, start, contract.validate_identities().numerical_policy)
+        self.progress = Progress(0, 0, 0, config.seed, start, start, numerical_policy)
         # The learner's state that belongs to `progress`; while it holds another, there is nothing consistent to save.
         self._settled = self.learner.state
+        # With a lag, the rollout of the step after `progress`: sampled, rewarded and checked.
+        self._waiting: Rollout | None = None
         self._sync()
 
     def resume(self) -> None:
@@ -91,13 +94,17 @@ class Trainer:
         Raises BadCheckpoint if there is none, or it was computed under another contract, seed or starting policy.
         """
         step = self.checkpoints.latest()
+        unfinished = ", ".join(self.checkpoints.unfinished())
         if step is None:
             raise BadCheckpoint(
                 field="--resume",
-                found=f"no complete checkpoint in {self.folder.checkpoints}",
+                found=f"no complete checkpoint in {self.folder.checkpoints}"
+                + (f", half-written: {unfinished}" if unfinished else ""),
                 allowed="1 or more",
                 reason="The run stopped before its first checkpoint; start it anew.",
             )
+        if unfinished:
+            print(f"isojax: half-written and not used: {unfinished}; continuing after step {step}", file=sys.stderr)
         state, progress = self.checkpoints.restore(step, self.learner.state)
         for name in ("numerical_policy", "reference_digest", "seed"):
             if getattr(progress, name) != getattr(self.progress, name):
@@ -108,9 +115,17 @@ class Trainer:
                     reason="The run cannot continue exactly under another one. Export the checkpoint with "
                     "`isojax export` and start a new run from it.",
                 )
+        waiting = self.checkpoints.waiting(step)
+        if (waiting is not None) != bool(self.config.rollout.lag):
+            raise BadCheckpoint(
+                field=f"checkpoint of step {step}, the next step's rollout",
+                found="there" if waiting else "none",
+                allowed=f"what rollout.lag = {self.config.rollout.lag} leaves behind",
+                reason="The run was started with another lag.",
+            )
         self.learner.restore(state)
         self.metrics.cut_after(step)
-        self.progress, self._settled = progress, state
+        self.progress, self._settled, self._waiting = progress, state, waiting
         self._sync()
 
     def run(self, *, show_progress: bool = True) -> None:
@@ -126,117 +141,115 @@ class Trainer:
         try:
             with tqdm(total=steps, initial=self.progress.step, unit="step", disable=not show_progress) as bar:
                 while self.progress.step < steps:
-                    metrics = self.step()
+                    with naming_step(self.progress.step + 1):
+                        metrics = self.step()
                     bar.set_postfix_str(metrics.summary())
                     bar.update()
                     if metrics.step % self.config.train.checkpoint_every == 0 or metrics.step == steps:
-                        self.checkpoints.save(self.learner.state, self.progress)
+                        self.checkpoints.save(self.learner.state, self.progress, self._waiting)
                         saved = metrics.step
                     if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                         write_report(self.folder)
                         reported = time.monotonic()
         finally:
-            if saved != self.progress.step and self.learner.state is self._settled:
-                self.checkpoints.save(self.learner.state, self.progress)
-            write_report(self.folder)
+            try:
+                if saved != self.progress.step and self.learner.state is self._settled:
+                    self.checkpoints.save(self.learner.state, self.progress, self._waiting)
+            finally:
+                write_report(self.folder)
 
     def step(self) -> StepMetrics:
         """One step: its metrics are written and the engine holds the new weights when it returns.
 
         Raises DifferenceFound at the first bit that differs (unless check.on_mismatch is "record"), and what the
-        engine, the task and the checks raise; the weights are then still those of the step before.
+        engine, the task and the checks raise; the weights are then still those of the step before, unless it was about
+        a rollout that was sampled while the step trained, which nothing was learned from.
         """
         clock = Clock()
-        rollout = self.config.rollout
-        examples = self._examples()
-        with clock("rollout"):
-            completions = self._generate(examples)
-        rewards = self._rewards(examples, completions)
-        with clock("check"):
-            mismatch = self._check(completions)
-        with finishing_first():
+        rollout = self._waiting or self._check(clock, self._sample(clock), self.learner.params)
+        with self._following(clock, rollout) as following, finishing_first():
             with clock("train"):
-                reference = None if self._reference is None else self._score(self._reference, completions)
-                advantages = group_advantages(rewards, rollout.group_size)
-                result = self.learner.update(
-                    completions, advantages, reference, require_exact=self.config.check.on_mismatch == "stop"
-                )
+                result = self._update(rollout)
+            # The engine takes no weights while it samples.
+            waiting = following()
             with clock("sync"):
-                progress = self._advanced(result.updates)
+                progress = self._advanced(rollout, result.updates)
                 self._sync(progress)
-            mismatch = mismatch.joined(result.mismatch)
-            metrics = step_metrics(completions, rewards, rollout.group_size, mismatch, result, progress, clock.seconds)
-            self.progress, self._settled = progress, self.learner.state
+            metrics = step_metrics(rollout, self.progress, result, progress, clock.seconds, self.policy.arm)
+            # First, so that no step counts whose line the disk did not take.
             self.metrics.append(metrics)
+            if self.tensorboard is not None:
+                self.tensorboard.append(metrics)
+            self.progress, self._settled, self._waiting = progress, self.learner.state, waiting
         return metrics
 
     def close(self) -> None:
-        """Stop the engine and release the checkpoint writer."""
+        """Stop the engine and release the writers."""
         self.checkpoints.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
         self.engine.close()
 
-    def _examples(self) -> list[Example]:
-        indices = example_indices(
-            self.config.seed,
-            self.progress.data_position,
-            self.config.rollout.prompts_per_step,
-            len(self.task.examples),
-        )
-        return [self.task.examples[index] for index in indices]
+    def _sample(self, clock: Clock, before: Rollout | None = None) -> Rollout:
+        """The rollout of the step that comes next, or of the one after `before`, from the weights as they are."""
+        now = self.progress
+        step, position = (now.step, now.data_position) if before is None else (before.step, before.data_position)
+        with clock("rollout"):
+            return self.collector.sample(step + 1, position, now.policy_version, now.weight_digest)
 
-    def _generate(self, examples: list[Example]) -> list[Completion]:
-        rollout = self.config.rollout
-        prompts = encode_prompts(
-            self.encoder,
-            examples,
-            system=self.config.task.system,
-            max_tokens=rollout.max_tokens,
-            max_position=self.policy.config.max_position,
-            vocab_size=self.policy.config.vocab_size,
-        )
-        sampling = Sampling(
-            max_tokens=rollout.max_tokens,
-            temperature=self.temperature,
-            seed=derive_seed("rollout", self.config.seed, self.progress.step),
-            samples=rollout.group_size,
-            stop_token_ids=self.stop_token_ids,
-        )
-        completions = self.engine.generate(prompts, sampling, full_rows=self.config.check.full_rows)
-        require_answers(completions, prompts, rollout.group_size, self.progress.weight_digest)
-        return completions
+    def _check(self, clock: Clock, rollout: Rollout, params: Parameters) -> Rollout:
+        with clock("check"):
+            return self.collector.check(rollout, params)
 
-    def _rewards(self, examples: list[Example], completions: list[Completion]) -> np.ndarray:
-        return np.array(
-            [
-                self.task.score(
-                    examples[completion.prompt_index], completion.tokens, self.encoder.decode(completion.tokens)
-                )
-                for completion in completions
-            ]
-        )
+    @contextmanager
+    def _following(self, clock: Clock, rollout: Rollout) -> Iterator[Callable[[], Rollout | None]]:
+        """With a lag, the rollout after this one, from the weights that the block starts with; None without.
 
-    def _check(self, completions: list[Completion]) -> Mismatch:
-        found = check_rollout(
-            self.policy,
-            self.learner.params,
+        It is sampled while the block runs, by an engine that can, else before it. What the block is given returns it,
+        checked.
+        """
+        if not self.config.rollout.lag:
+            yield lambda: None
+        elif self.engine.runs_beside_trainer:
+            # Held on to until the rollout was compared with them.
+            params = self.learner.params
+            with ThreadPoolExecutor(1, thread_name_prefix="rollout") as pool:
+                sampling = pool.submit(self._sample, Clock(), rollout)
+
+                def wait() -> Rollout:
+                    with clock("rollout"):
+                        sampled = sampling.result()
+                    return self._check(clock, sampled, params)
+
+                yield wait
+        else:
+            following = self._check(clock, self._sample(clock, rollout), self.learner.params)
+            yield lambda: following
+
+    def _update(self, rollout: Rollout) -> UpdateResult:
+        settings, completions = self.config.rollout, rollout.completions
+        return self.learner.update(
             completions,
-            self.temperature,
-            self.config.train.micro_batch_tokens,
+            self.config.algorithm.advantages(
+                rollout.rewards, rollout.lengths, settings.max_tokens, settings.group_size
+            ),
+            None if self._reference is None else self._score(self._reference, completions),
+            groups=rollout.groups,
+            # By what it was sampled from and not by the setting: also with a lag the first rollout is of these weights.
+            on_policy=rollout.weight_digest == self.progress.weight_digest,
+            require_exact=self.config.check.on_mismatch == "stop",
         )
-        if self.config.check.on_mismatch == "stop":
-            found.require_exact(self.progress.step + 1)
-        return found
 
-    def _score(self, params: Parameters, completions: list[Completion]) -> list[np.ndarray]:
+    def _score(self, params: Parameters, completions: Sequence[Completion]) -> list[np.ndarray]:
         capacity = self.config.train.micro_batch_tokens
         return score(self.policy, params, completions, self.temperature, capacity)
 
-    def _advanced(self, updates: int) -> Progress:
+    def _advanced(self, rollout: Rollout, updates: int) -> Progress:
         before = self.progress
         return Progress(
             step=before.step + 1,
             policy_version=before.policy_version + updates,
-            data_position=before.data_position + self.config.rollout.prompts_per_step,
+            data_position=rollout.data_position,
             seed=before.seed,
             weight_digest=digest(self.learner.params),
             reference_digest=before.reference_digest,

@@ -88,7 +88,7 @@ PAGED_REGION = Region(
     cpu=cpu.paged_attention,
     spec=PAGED_SPEC,
 )
-_call = differentiable(REGION, vjp.backward)
+_call = differentiable(REGION, vjp.backward, vjp.keep)
 
 
 def attention(

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.gated_matmul import cpu, vjp
 from pallas_kernels.gated_matmul.spec import SPEC
@@ -34,8 +35,8 @@ REGION = Region(
 def _forward(operands: tuple[jax.Array, ...], parameters: Any) -> tuple[jax.Array, Any]:
     """The regions matmul and swiglu one after the other: the same bits, and the backward needs what is between."""
     x_TK, w_NK = operands
-    gate_up_TN = MATMUL.bind(x_TK, w_NK, leaves=1, out_dtype=x_TK.dtype.name)
-    return SWIGLU.bind(gate_up_TN), (x_TK, w_NK, gate_up_TN)
+    gate_up_TN = checkpoint_name(MATMUL.bind(x_TK, w_NK, leaves=1, out_dtype=x_TK.dtype.name), MATMUL.name)
+    return checkpoint_name(SWIGLU.bind(gate_up_TN), SWIGLU.name), (x_TK, w_NK, gate_up_TN)
 
 
 _call = differentiable(REGION, vjp.backward, forward=_forward)

@@ -1,9 +1,13 @@
 """The log-probability regions: full rows for the engine, one target a row for the trainer, equal bits."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.jax_api import vary_alike
 from pallas_kernels.lm_head import cpu, vjp
 from pallas_kernels.lm_head.spec import ROWS_SPEC, TOKEN_SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
@@ -57,7 +61,7 @@ TOKEN_REGION = Region(
     spec=TOKEN_SPEC,
 )
 _rows_call = differentiable(ROWS_REGION, vjp.rows_backward)
-_token_call = differentiable(TOKEN_REGION, vjp.token_backward)
+_token_call = differentiable(TOKEN_REGION, vjp.token_backward, vjp.keep_log_probs)
 
 
 def log_prob_rows(x_TH: jax.Array, w_VH: jax.Array, temperature: jax.Array | float, *, vocab_size: int) -> jax.Array:
@@ -70,11 +74,40 @@ def log_prob_rows(x_TH: jax.Array, w_VH: jax.Array, temperature: jax.Array | flo
 
 
 def token_log_probs(
-    x_TH: jax.Array, w_VH: jax.Array, targets_T: jax.Array, temperature: jax.Array | float, *, vocab_size: int
+    x_TH: jax.Array,
+    w_VH: jax.Array,
+    targets_T: jax.Array,
+    temperature: jax.Array | float,
+    *,
+    vocab_size: int,
+    entropy_probe_T: jax.Array | None = None,
 ) -> jax.Array:
     """The same log-probabilities at one target a row, fp32 [T], without a [T, vocab_size] array.
 
     Bit for bit `log_prob_rows(...)[t, targets[t]]`. Targets are int32; one outside
     [0, vocab_size) gives NaN.
+    entropy_probe: fp32 [T], of any values, which no result depends on. The backward computes the logits again, and
+    gives in place of the probe's gradient the entropy of every row's distribution, in nats: differentiate with respect
+    to it to get the entropy without a pass of its own.
     """
-    return _token_call(x_TH, w_VH, targets_T, jnp.asarray(temperature, jnp.float32), vocab_size=vocab_size)
+    operands = x_TH, w_VH, targets_T, jnp.asarray(temperature, jnp.float32)
+    if entropy_probe_T is None:
+        return _token_call(*operands, vocab_size=vocab_size)
+    return _probed(vocab_size, *vary_alike((*operands, entropy_probe_T)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _probed(vocab_size: int, *operands: jax.Array) -> jax.Array:
+    return TOKEN_REGION.bind(*operands[:-1], vocab_size=vocab_size)
+
+
+def _probed_forward(vocab_size: int, *operands: jax.Array) -> tuple[jax.Array, Any]:
+    log_probs_T = _probed(vocab_size, *operands)
+    return log_probs_T, vjp.keep_log_probs(operands[:-1], log_probs_T)
+
+
+def _probed_backward(vocab_size: int, residuals: Any, cotangent_T: jax.Array) -> tuple[Any, ...]:
+    return vjp.probed_backward(residuals, cotangent_T, vocab_size=vocab_size)
+
+
+_probed.defvjp(_probed_forward, _probed_backward)

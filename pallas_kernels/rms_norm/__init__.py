@@ -1,8 +1,11 @@
 """The RMSNorm regions: alone, and fused with the residual add before it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.jax_api import vary_alike
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
 from pallas_kernels.rms_norm import cpu, vjp
 from pallas_kernels.rms_norm.spec import ADD_SPEC, SPEC
@@ -56,6 +59,7 @@ def _keep_sum(operands: tuple[jax.Array, ...], results: tuple[jax.Array, ...]) -
 
 
 _add_call = differentiable(ADD_REGION, vjp.add_backward, _keep_sum)
+_carried_call = differentiable(ADD_REGION, vjp.sum_backward, lambda operands, results: ())
 
 
 def rms_norm(x: jax.Array, w_H: jax.Array, *, eps: float) -> jax.Array:
@@ -69,3 +73,39 @@ def rms_norm(x: jax.Array, w_H: jax.Array, *, eps: float) -> jax.Array:
 def add_rms_norm(x_TH: jax.Array, residual_TH: jax.Array, w_H: jax.Array, *, eps: float) -> tuple[jax.Array, jax.Array]:
     """The residual sum x + residual, rounded once, and its RMSNorm: returns (normed, sum), both [T, H]."""
     return _add_call(x_TH, residual_TH, w_H, eps=float(eps))
+
+
+def add_rms_norm_carried(
+    x_TH: jax.Array, residual_TH: jax.Array, w_H: jax.Array, *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """`add_rms_norm` at the end of a layer; `norm_gradient` at the start of the next one takes the norm's gradient.
+
+    No gradient flows through the first result, and the backward needs neither operand. So a layer that is computed
+    again in the backward need not compute x again, which is a whole product.
+    """
+    return _carried_call(x_TH, residual_TH, w_H, eps=float(eps))
+
+
+def norm_gradient(normed_TH: jax.Array, sum_TH: jax.Array, w_H: jax.Array, *, eps: float) -> jax.Array:
+    """`normed` itself, the RMSNorm of `sum` by `w`; its gradient goes to those two as if it were computed here."""
+    return _with_gradient(float(eps), *vary_alike((normed_TH, sum_TH, w_H)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(eps: float, normed_TH: jax.Array, sum_TH: jax.Array, w_H: jax.Array) -> jax.Array:
+    return normed_TH
+
+
+def _gradient_forward(
+    eps: float, normed_TH: jax.Array, sum_TH: jax.Array, w_H: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return normed_TH, (sum_TH, w_H)
+
+
+def _gradient_backward(
+    eps: float, residuals: tuple[jax.Array, jax.Array], cotangent_TH: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    return None, *vjp.backward(residuals, cotangent_TH, eps=eps)
+
+
+_with_gradient.defvjp(_gradient_forward, _gradient_backward)

@@ -30,3 +30,8 @@ def add_backward(residuals: Any, cotangents: tuple[jax.Array, jax.Array], *, eps
     g_x, g_w = norm_backward(total_TH, w_H, cotangents[0], eps)
     g_total = g_x + cotangents[1].astype(jnp.float32)
     return g_total.astype(x_empty.dtype), g_total.astype(residual_empty.dtype), g_w.astype(w_H.dtype)
+
+
+def sum_backward(residuals: Any, cotangents: tuple[jax.Array, jax.Array], *, eps: float) -> tuple[Any, ...]:
+    """Cotangents of add_rms_norm's operands where the norm's gradient is taken elsewhere: the sum's alone."""
+    return cotangents[1], cotangents[1], None

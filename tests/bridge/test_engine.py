@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import permutations
 
 import jax
@@ -225,12 +226,15 @@ def test_parameters_of_another_policy_are_refused(running, wrong):
         running.engine.sync(params)
 
 
-def test_no_sync_while_requests_run(running):
+def test_no_sync_and_no_sleep_while_requests_run(running, monkeypatch):
+    monkeypatch.setattr(running.engine, "options", dataclasses.replace(running.engine.options, sleep_mode=True))
     engine = running.engine._llm.llm_engine
     engine.add_request("other", {"prompt_token_ids": [5, 6, 7]}, SamplingParams(max_tokens=4))
     try:
         with pytest.raises(UnsupportedRequest, match="1 requests in flight"):
             running.engine.sync(running.params)
+        with pytest.raises(UnsupportedRequest, match="1 requests in flight"):
+            running.engine.sleep()
     finally:
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
 

@@ -15,6 +15,7 @@ from policy_samples import tiny_policy
 from contracts.errors import MeshNotClaimed
 from isojax import build_contract, mesh_degrees, score_on_mesh
 from isojax.mesh import PROVED_DEGREES
+from isojax.policy import PackedBatch
 
 pytestmark = pytest.mark.long_file
 
@@ -46,8 +47,38 @@ def test_a_sharded_policy_equals_one_device(measured: dict) -> None:
 
 @pytest.mark.slow
 def test_gradients_of_a_sharded_policy_are_whole(measured: dict) -> None:
-    # Summed over devices in another order and in bf16: equal in size, not in bits.
+    # Summed in another order, and rounded where devices meet: equal in size, not in bits.
     assert measured["dp=2,fsdp=4,tp=1"]["gradient_error"] < 0.05
+
+
+def _sums_over_devices(jaxpr) -> list[str]:
+    """Dtype of every operand that devices add up."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith(("psum", "reduce_scatter")):
+            found += [str(operand.aval.dtype) for operand in equation.invars]
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found += _sums_over_devices(inner)
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"dp": 4}, {"fsdp": 2}, {"dp": 2, "fsdp": 4}], ids=str)
+def test_gradients_are_summed_over_devices_in_fp32(degrees: dict[str, int]) -> None:
+    policy, _ = tiny_policy()
+    mesh = AbstractMesh(tuple(degrees.values()), tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees))
+    score = score_on_mesh(policy, mesh, build_contract(policy, tokenizer={}))
+    number = jax.ShapeDtypeStruct((64,), "int32")
+    batch = PackedBatch(number, number, number, number, jax.ShapeDtypeStruct((64,), "bool"))
+
+    def loss(params, batch):
+        return score(params, policy.buffers, batch, np.float32(1)).sum()
+
+    sums = _sums_over_devices(jax.make_jaxpr(jax.grad(loss))(policy.parameter_shapes, batch).jaxpr)
+    assert len(sums) >= len(policy.parameter_shapes)
+    assert set(sums) == {"float32"}
 
 
 def test_a_mesh_outside_of_the_claims_is_refused() -> None:

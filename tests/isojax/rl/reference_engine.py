@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from isojax.weights.digest import digest
 class ReferenceEngine:
     """Implements `RolloutEngine` in a few lines; slow, exact, and with knobs that break it on purpose.
 
-    tamper: changes a list of completions before they are returned.
+    tamper: changes a list of completions before they are returned. runs_beside_trainer: whether it says that it may.
     """
 
     def __init__(self, policy: Policy, contract: Any, report: Any = None) -> None:
@@ -27,7 +28,9 @@ class ReferenceEngine:
         self.weight_digest = ""
         self.tamper = lambda completions: completions
         self.closed = False
+        self.runs_beside_trainer = False
         self.calls: list[Sampling] = []
+        self.threads: list[str] = []
 
     def sync(self, params: Mapping[str, jax.Array]) -> str:
         self.params = {name: jax.device_put(value, jax.devices()[0], may_alias=False) for name, value in params.items()}
@@ -42,6 +45,7 @@ class ReferenceEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, full_rows: int = 0) -> list[Completion]:
         self.calls.append(sampling)
+        self.threads.append(threading.current_thread().name)
         requests = [(index, sample) for index in range(len(prompts)) for sample in range(sampling.samples)]
         seed = sampling.seed if sampling.seed is not None else int(np.random.default_rng().integers(2**62))
         random = [np.random.default_rng(request_seed(seed, *request)) for request in requests]

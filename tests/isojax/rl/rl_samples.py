@@ -118,22 +118,26 @@ def copy_task(digits: int = 3) -> Task:
     return Task(examples, reward, "copy")
 
 
-def small_trainer(folder: Path, config: Config | None = None, engine: RolloutEngine | None = None) -> Trainer:
-    """A trainer in `folder` on the small policy and the copy task; on the reference engine if none is given."""
+def small_trainer(
+    folder: Path, config: Config | None = None, engine: RolloutEngine | None = None, **changes: Any
+) -> Trainer:
+    """A trainer in `folder` on the small policy and the copy task; on the reference engine if none is given.
+
+    changes: of the trainer's other arguments.
+    """
     config = config or run_config()
     run = RunFolder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run.write_config(config)
     return Trainer(
         config,
-        policy=small_policy(),
         params=small_params(config.policy.random_seed),
-        contract=small_contract(),
         engine=engine or small_engine(),
         task=copy_task(),
         encoder=PromptEncoder(folder),
         stop_token_ids=(),
         folder=run,
+        **{"policy": small_policy(), "contract": small_contract()} | changes,
     )
 
 

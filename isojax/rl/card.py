@@ -1,0 +1,104 @@
+"""What a run on a card needs before anything else: kernels sealed for the run's own shapes, and proved on that card."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from contracts.errors import BadConfig, DifferenceFound
+from isojax.evidence.gates import run_gates, select_suites
+from isojax.evidence.proof import write_proof
+from isojax.kernels import Bundle, KernelShapes
+from isojax.policy.policy import Policy
+from isojax.rl.config import Config
+from pallas_kernels.kernel_shapes import TOKEN_STEP, TRAINER_STEP
+
+DEFAULT_STEP_TOKENS = 512
+"""Tokens of one step of an engine that is told nothing else."""
+DEFAULT_SEQUENCES = 64
+"""Requests that such an engine runs at once."""
+TRAINER_LENGTHS = 3
+"""Lengths of a packed batch: `train.micro_batch_tokens`, its half and its quarter, for what fills no more."""
+
+
+def machine_arch() -> str:
+    """The architecture that a run on this machine computes with: "sm90" on a Hopper card, else "cpu".
+
+    Raises BadConfig for a card that there are no kernels for.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return "cpu"
+    capability = str(getattr(device, "compute_capability", "none"))
+    if capability != "9.0":
+        raise BadConfig(
+            field="the machine's accelerator",
+            found=f"{device.device_kind}, compute capability {capability}",
+            allowed="a Hopper card (9.0: H100, H200), or JAX_PLATFORMS=cpu",
+            reason="Equal bits are proved kernel by kernel, and there are kernels for these alone.",
+        )
+    return "sm90"
+
+
+def run_shapes(config: Config, max_position: int) -> KernelShapes:
+    """The shapes that this run's trainer and engine launch, and no others.
+
+    Raises BadConfig where `train.micro_batch_tokens` is below 128, and what `KernelShapes` refuses.
+    """
+    capacity = config.train.micro_batch_tokens // TRAINER_STEP * TRAINER_STEP
+    if not capacity:
+        raise BadConfig(
+            field="train.micro_batch_tokens",
+            found=config.train.micro_batch_tokens,
+            allowed=f"{TRAINER_STEP} or more on a card",
+            reason="The fused head takes tokens in blocks of this many.",
+        )
+    halved = {capacity >> times for times in range(TRAINER_LENGTHS)}
+    settings = config.engine.settings
+    return KernelShapes(
+        token_buckets=tuple(_doubling(settings.get("max_step_tokens", DEFAULT_STEP_TOKENS))),
+        head_rows=tuple(_doubling(settings.get("max_sequences", DEFAULT_SEQUENCES))),
+        trainer_tokens=tuple(sorted(length for length in halved if length and length % TRAINER_STEP == 0)),
+        max_requests=settings.get("max_sequences", DEFAULT_SEQUENCES),
+        max_context=settings.get("max_context", 0),
+    ).for_context(max_position)
+
+
+def seal_for_run(policy: Policy, shapes: KernelShapes) -> Bundle:
+    """The policy's kernels for these shapes, lowered on all cores with a progress bar. Raises as `seal_policy`."""
+    # Imported here: a run on a CPU needs nothing of the kernels' compiler.
+    from isojax.kernels.sealing import seal_policy
+
+    return seal_policy(policy, shapes, processes=os.cpu_count() or 1, show_progress=True)
+
+
+def prove_for_run(folder: Path, arch: str) -> None:
+    """Runs the gates of `arch` on the exported policy and writes what they proved into it.
+
+    Raises DifferenceFound, with the gate's own words, at the first that fails: nothing is trained on it then.
+    """
+    suites = select_suites(arch, folder)
+    for suite in suites:
+        suite.prepare()
+    for result in run_gates([gate for suite in suites for gate in suite.gates]):
+        print(f"proving this card: {result.name}, {result.seconds:.0f} s", file=sys.stderr, flush=True)
+        if not result.passed:
+            raise DifferenceFound(
+                field=result.name, found=result.detail, allowed=result.claim, reason="This card is not proved."
+            )
+    (proof,) = (suite.proof for suite in suites if suite.proof is not None)
+    write_proof(folder, proof())
+
+
+def _doubling(most: int) -> Iterator[int]:
+    """Powers of two from 8 on, the last one `most` rounded up to a multiple of 8."""
+    last = -(-most // TOKEN_STEP) * TOKEN_STEP
+    size = TOKEN_STEP
+    while size < last:
+        yield size
+        size *= 2
+    yield last
