@@ -215,7 +215,8 @@ def test_rows_go_to_the_cache_by_copies_that_no_swizzle_takes_part_in(head):
 
     program = paged_qk_norm_rope_program(8, 2, 1, head, pages=9, page=16, norm=False, eps=1e-6)
     (module,) = seal_program("rows", "1", {}, program).modules
-    assert b"cp.async.bulk.global.shared::cta.bulk_group" in module.module
+    # Rows that fill a warpgroup's threads are stored by them, so only shorter ones are copied.
+    assert (b"cp.async.bulk.global.shared::cta.bulk_group" in module.module) == (head % 128 != 0)
 
 
 @pytest.mark.parametrize(("positions", "whole"), [(40_960, False), (131_072, True)])
