@@ -58,7 +58,9 @@ def main() -> None:
         engine = _started(arguments.arm, folder, arguments.workload)
         rows: list[dict[str, Any]] = []
         arguments.out.write_text(json.dumps(rows))
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            # Whoever would say when is gone, and would measure beside this.
+            raise SystemExit("nobody is left to say when to measure")
         for workload in arguments.workload:
             rows.append(workload._asdict() | _measured(engine, workload, arguments.repeats))
             print(arguments.arm, rows[-1], flush=True)

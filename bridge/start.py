@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contracts.errors import BadConfig
-from isojax.rl.card import DEFAULT_SEQUENCES, DEFAULT_STEP_TOKENS
-from isojax.rl.memory_split import DEFAULT_KV_CACHE_BYTES
+from isojax.rl.engine_defaults import DEFAULT_KV_CACHE_BYTES, DEFAULT_SEQUENCES, DEFAULT_STEP_TOKENS
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -1,6 +1,8 @@
 """The whole engines' benchmark off a card: what it asks for, and how arms are compared."""
 
+import io
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,3 +56,22 @@ def test_arms_start_together_and_measure_in_turn(tmp_path, monkeypatch):
     assert [arm["exit_code"] for arm in found] == [0, 0, 3]
     assert found[0]["rows"][1] <= found[1]["rows"][0]
     assert found[2]["rows"] == []
+
+
+def test_an_arm_whose_benchmark_is_gone_does_not_measure(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_arm, "_claimed", lambda arm, folder: nullcontext(folder))
+    monkeypatch.setattr(engine_arm, "_started", lambda *given: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    # What it sets for its own process is taken back from this one.
+    for name in (
+        "VLLM_PLUGINS",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_USE_FLASHINFER_SAMPLER",
+        "VLLM_ENABLE_V1_MULTIPROCESSING",
+    ):
+        monkeypatch.setenv(name, "0")
+    out = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["", "stock", str(tmp_path), "--workload", "1x8x8", "--out", str(out)])
+    with pytest.raises(SystemExit, match="nobody is left"):
+        engine_arm.main()
+    assert out.read_text() == "[]"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from contracts import ExecutionContract
-from isojax.evidence.gates import ARCHITECTURES, GateSuite, run_gates, select_gates, select_suites
-from isojax.evidence.proof import write_proof
+from isojax.evidence.gates import ARCHITECTURES, record_proof, run_gates, select_gates, select_suites
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     passed = all(result.passed for result in results)
     proved = None
     if arguments.folder is not None and passed and not arguments.gate:
-        proved = _record(arguments.folder, suites)
+        proved = record_proof(arguments.folder, suites)
     if arguments.json:
         table = {"arch": arguments.arch, "gates": [asdict(result) for result in results]}
         print(json.dumps(table | ({"proof": proved and _describe(proved)} if arguments.folder else {}), indent=2))
@@ -53,11 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.folder is not None:
             _summarise(arguments, proved)
     return 0 if passed else 1
-
-
-def _record(folder: Path, suites: Sequence[GateSuite]) -> ExecutionContract:
-    (proof,) = (suite.proof for suite in suites if suite.proof is not None)
-    return write_proof(folder, proof())
 
 
 def _describe(proved: ExecutionContract) -> dict[str, object]:

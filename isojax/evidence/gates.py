@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from contracts import ExecutionContract
 from contracts.errors import BadConfig, IsojaxError
 from isojax.evidence import cpu_gates
-from isojax.evidence.proof import Proof
+from isojax.evidence.proof import Proof, write_proof
 
 ENTRY_POINTS = "isojax.gates"
 ARCHITECTURES = ("cpu", "sm90")
@@ -110,3 +111,9 @@ def run_gates(gates: Sequence[Gate]) -> Iterator[GateResult]:
         except IsojaxError as error:
             detail, passed = f"{type(error).__name__}: {error}", False
         yield GateResult(gate.name, gate.claim, passed, round(time.perf_counter() - start, 3), detail)
+
+
+def record_proof(folder: Path, suites: Sequence[GateSuite]) -> ExecutionContract:
+    """Writes what the suites' gates, all passed, prove about this machine into the policy's contract; returns it."""
+    (proof,) = (suite.proof for suite in suites if suite.proof is not None)
+    return write_proof(folder, proof())

@@ -16,8 +16,9 @@ from isojax.policy.native import native_policy
 from isojax.policy.policy import Policy
 from isojax.rl.card import machine_arch, prove_for_run, run_shapes, seal_for_run
 from isojax.rl.config import Config, PolicySection
+from isojax.rl.engine_defaults import DEFAULT_KV_CACHE_BYTES
 from isojax.rl.files import written
-from isojax.rl.memory_split import DEFAULT_KV_CACHE_BYTES, memory_split
+from isojax.rl.memory_split import memory_split
 from isojax.rl.optimizer import Parameters
 from isojax.rl.packing import fitting_lengths, require_fitting
 from isojax.rl.prompts import PromptEncoder, encode_prompts
@@ -51,6 +52,8 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
         folder.require_same_config(config)
     else:
         policy, params, files = open_policy(config.policy, config_folder, config.train.remat)
+        # Before kernels are sealed and proved, which takes minutes.
+        _require_memory(config, policy)
         arch = machine_arch()
         kernels = None
         if exact and arch != "cpu":
@@ -68,7 +71,8 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     policy, params = load(folder.policy, config.policy.dtype, remat=config.train.remat)
     encoder = PromptEncoder(folder.policy)
     longest = _require_fitting_prompts(config, policy, task, encoder)
-    _require_memory(config, policy)
+    if resume:
+        _require_memory(config, policy)
     stop = config.rollout.stop_token_ids
     if stop is not None:
         token_ids(stop, field="rollout.stop_token_ids", vocab_size=policy.config.vocab_size)

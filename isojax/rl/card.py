@@ -10,17 +10,13 @@ from pathlib import Path
 import jax
 
 from contracts.errors import BadConfig, DifferenceFound
-from isojax.evidence.gates import run_gates, select_suites
-from isojax.evidence.proof import write_proof
+from isojax.evidence.gates import record_proof, run_gates, select_suites
 from isojax.kernels import Bundle, KernelShapes
 from isojax.policy.policy import Policy
 from isojax.rl.config import Config
+from isojax.rl.engine_defaults import DEFAULT_SEQUENCES, DEFAULT_STEP_TOKENS, count_setting
 from pallas_kernels.kernel_shapes import TOKEN_STEP, TRAINER_STEP
 
-DEFAULT_STEP_TOKENS = 512
-"""Tokens of one step of an engine that is told nothing else."""
-DEFAULT_SEQUENCES = 64
-"""Requests that such an engine runs at once."""
 TRAINER_LENGTHS = 3
 """Lengths of a packed batch: `train.micro_batch_tokens`, its half and its quarter, for what fills no more."""
 
@@ -47,7 +43,8 @@ def machine_arch() -> str:
 def run_shapes(config: Config, max_position: int) -> KernelShapes:
     """The shapes that this run's trainer and engine launch, and no others.
 
-    Raises BadConfig where `train.micro_batch_tokens` is below 128, and what `KernelShapes` refuses.
+    Raises BadConfig where `train.micro_batch_tokens` is below 128 or an engine's setting is no count, and what
+    `KernelShapes` refuses.
     """
     capacity = config.train.micro_batch_tokens // TRAINER_STEP * TRAINER_STEP
     if not capacity:
@@ -59,12 +56,13 @@ def run_shapes(config: Config, max_position: int) -> KernelShapes:
         )
     halved = {capacity >> times for times in range(TRAINER_LENGTHS)}
     settings = config.engine.settings
+    sequences = count_setting(settings, "max_sequences", DEFAULT_SEQUENCES)
     return KernelShapes(
-        token_buckets=tuple(_doubling(settings.get("max_step_tokens", DEFAULT_STEP_TOKENS))),
-        head_rows=tuple(_doubling(settings.get("max_sequences", DEFAULT_SEQUENCES))),
+        token_buckets=tuple(_doubling(count_setting(settings, "max_step_tokens", DEFAULT_STEP_TOKENS))),
+        head_rows=tuple(_doubling(sequences)),
         trainer_tokens=tuple(sorted(length for length in halved if length and length % TRAINER_STEP == 0)),
-        max_requests=settings.get("max_sequences", DEFAULT_SEQUENCES),
-        max_context=settings.get("max_context", 0),
+        max_requests=sequences,
+        max_context=count_setting(settings, "max_context", 0, least=0),
     ).for_context(max_position)
 
 
@@ -90,8 +88,7 @@ def prove_for_run(folder: Path, arch: str) -> None:
             raise DifferenceFound(
                 field=result.name, found=result.detail, allowed=result.claim, reason="This card is not proved."
             )
-    (proof,) = (suite.proof for suite in suites if suite.proof is not None)
-    write_proof(folder, proof())
+    record_proof(folder, suites)
 
 
 def _doubling(most: int) -> Iterator[int]:

@@ -10,7 +10,6 @@ import jax
 
 from contracts.errors import BadConfig
 
-DEFAULT_KV_CACHE_BYTES = 1 << 30
 _FLOAT32 = 4
 
 

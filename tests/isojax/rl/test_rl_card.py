@@ -7,9 +7,10 @@ import pytest
 from rl_samples import run_config
 
 from contracts.errors import BadConfig, DifferenceFound
+from isojax.evidence import gates as gates_module
 from isojax.evidence.gates import Gate, GateSuite
 from isojax.evidence.proof import Proof
-from isojax.rl import card
+from isojax.rl import card, engine_defaults
 
 
 def test_a_run_seals_its_own_shapes():
@@ -26,13 +27,21 @@ def test_a_run_seals_its_own_shapes():
 def test_a_run_that_says_nothing_gets_the_engines_own_limits():
     shapes = card.run_shapes(run_config(train={"micro_batch_tokens": 128}), max_position=256)
     assert shapes.trainer_tokens == (128,)
-    assert shapes.token_buckets[-1] == card.DEFAULT_STEP_TOKENS
-    assert shapes.head_rows[-1] == card.DEFAULT_SEQUENCES
+    assert shapes.token_buckets[-1] == engine_defaults.DEFAULT_STEP_TOKENS
+    assert shapes.head_rows[-1] == engine_defaults.DEFAULT_SEQUENCES
 
 
 def test_a_micro_batch_below_the_heads_block_is_refused():
     with pytest.raises(BadConfig, match=r"micro_batch_tokens.*64.*128 or more on a card"):
         card.run_shapes(run_config(train={"micro_batch_tokens": 64}), max_position=256)
+
+
+@pytest.mark.parametrize("settings", [{"max_sequences": "many"}, {"max_step_tokens": 0}, {"max_context": -1}])
+def test_an_engines_setting_that_is_no_count_is_refused_before_anything_is_sealed(settings):
+    (name,) = settings
+    config = run_config(train={"micro_batch_tokens": 128}, engine={"settings": settings})
+    with pytest.raises(BadConfig, match=rf"engine\.settings\.{name}"):
+        card.run_shapes(config, max_position=256)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ def test_nothing_is_written_unless_every_gate_passes(monkeypatch, tmp_path, caps
         raise DifferenceFound(field="row 3", found=1, allowed=0, reason="Planted.")
 
     written = []
-    monkeypatch.setattr(card, "write_proof", lambda folder, proof: written.append((folder, proof)))
+    monkeypatch.setattr(gates_module, "write_proof", lambda folder, proof: written.append((folder, proof)))
     proof = Proof("a card", "1.0")
     good, bad = (Gate(name, "sm90", "claim", check) for name, check in (("good", lambda: "seen"), ("bad", fails)))
     for gates in ((good, bad), (good,)):

@@ -217,7 +217,10 @@ def test_a_second_ctrl_c_does_not_wait():
 def test_an_update_that_is_refused_keeps_the_step_before_it(tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path / "run", run_config(train={"steps": 9, "checkpoint_every": 9}))
     rewards = trainer.collector._rewards
-    spoil = lambda *given: rewards(*given) * (np.nan if trainer.progress.step else 1)  # noqa: E731
+
+    def spoil(*given):
+        return rewards(*given) * (np.nan if trainer.progress.step else 1)
+
     monkeypatch.setattr(trainer.collector, "_rewards", spoil)
     with pytest.raises(NonFiniteLogits):
         trainer.run(show_progress=False)
