@@ -9,19 +9,17 @@ import jax.numpy as jnp
 
 from pallas_kernels.matmul.hopper_choice import choose_gated_tile
 from pallas_kernels.matmul.hopper_large import LargeTile, large_matmul
-from pallas_kernels.matmul.hopper_small import SmallTile, small_matmul
 from pallas_kernels.program import Buffer, Program, Step
 
 
-def gated_matmul_program(T: int, I: int, K: int, *, tile: LargeTile | SmallTile | None = None) -> Program:  # noqa: E741
+def gated_matmul_program(T: int, I: int, K: int, *, tile: LargeTile | None = None) -> Program:  # noqa: E741
     """``(x [T, K], w [2 * I, K]) -> out [T, I]`` in bfloat16, the gate's weights first.
 
     ``tile`` overrides the choice, for tests and to measure. Raises ValueError where T is no multiple of 8, I is none of
     64, or K does not divide into whole steps.
     """
     tile = tile or choose_gated_tile(T, I, K)
-    form = small_matmul if isinstance(tile, SmallTile) else large_matmul
-    kernel = form(T, I, K, leaves=1, bias=False, out_dtype="bfloat16", tile=tile, combine=gated)
+    kernel = large_matmul(T, I, K, leaves=1, bias=False, out_dtype="bfloat16", tile=tile, combine=gated)
     buffers = {"x": Buffer((T, K), "bfloat16"), "w": Buffer((2 * I, K), "bfloat16")}
     buffers["out"] = Buffer((T, I), "bfloat16")
     return Program(buffers, ("x", "w"), ("out",), (Step("gated_matmul", kernel, ("x", "w"), ("out",)),))

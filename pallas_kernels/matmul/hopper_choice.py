@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from pallas_kernels.hopper_tools import sm_count
@@ -43,16 +44,28 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     return min(candidates, key=lambda tile: estimate(tile, T, N, K, leaves))
 
 
-def choose_gated_tile(T: int, I: int, K: int) -> LargeTile | SmallTile:  # noqa: E741
+def choose_gated_tile(T: int, I: int, K: int) -> LargeTile:  # noqa: E741
     """The tile for two matrices of I columns whose products meet in a warpgroup, half of its columns each."""
     depth = _depth(K, 1)
     if T <= SMALL_TOKENS:
-        return SmallTile(depth=depth, stages=6)
+        # Weights stream, and tiles of few columns are shared out evenly. Tokens stay wgmma's M operand: a thread then
+        # has both products of a column in registers, whatever their number.
+        return LargeTile(columns=64, depth=depth, stages=6, warpgroups=1)
     # Both halves in every warpgroup, side by side along rows, and each written in pieces of at least 16 columns.
     candidates = [
         tile for tile in _candidates(1, min(depth, 64)) if isinstance(tile, LargeTile) and tile.columns % 32 == 0
     ]
     return min(candidates, key=lambda tile: estimate(tile, T, 2 * I, K, 1))
+
+
+def read_tile(text: str) -> Tile:
+    """The tile that a result file names by its repr; fields that came later have their defaults."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Name)
+    forms = {form.__name__: form for form in (ClusterTile, LargeTile, SmallTile)}
+    fields = {str(field.arg): ast.literal_eval(field.value) for field in call.keywords}
+    return forms[call.func.id](**fields)
 
 
 def _depth(K: int, leaves: int) -> int:

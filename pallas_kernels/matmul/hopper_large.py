@@ -16,14 +16,17 @@ from jax import lax
 
 from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
-from pallas_kernels.matmul.hopper_weights import load_rows
+from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
+
+#: Up to this many tokens a block fetches its first weights, this many bytes, while the launch before still runs.
+AHEAD_TOKENS, AHEAD = 256, 128 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class LargeTile:
     """Shape of the work of one block. None of it moves a bit of the result; the gates prove that.
 
-    ``rows`` and ``columns`` are one warpgroup's tile; the two consumer warpgroups sit side by side along ``split``
+    ``rows`` and ``columns`` are one warpgroup's tile; the consumer ``warpgroups`` sit side by side along ``split``
     ("rows" or "columns"). ``group`` row tiles are walked together, so that they share weights in the L2 cache.
     Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight
     tile by multicast.
@@ -37,17 +40,15 @@ class LargeTile:
     group: int = 8
     cluster: int = 1
     run: int = 4
+    warpgroups: int = 2
 
     @property
     def block_rows(self) -> int:
-        return self.rows * (2 if self.split == "rows" else 1)
+        return self.rows * (self.warpgroups if self.split == "rows" else 1)
 
     @property
     def block_columns(self) -> int:
-        return self.columns * (2 if self.split == "columns" else 1)
-
-
-CONSUMERS = 2
+        return self.columns * (self.warpgroups if self.split == "columns" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,21 +102,22 @@ def large_matmul(
         raise ValueError(f"N={N} is not a multiple of {tile.block_columns}, and the bias is read in whole tiles")
     if combine and (tile.split != "rows" or epilogue or bias):
         raise ValueError("two products meet in one warpgroup's tile, and nothing else is done with them")
+    halves = 2 if combine else 1
     # Columns of the result: with two products a tile's other half is the second one's.
-    width = tile.block_columns // (2 if combine else 1)
+    width = tile.block_columns // halves
     row_tiles, column_tiles = pl.cdiv(T, tile.block_rows * tile.cluster), pl.cdiv(N, width)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
     widest = 128 // jnp.dtype(out_dtype).itemsize
-    out_columns = tile.columns // (2 if combine else 1)
+    out_columns = tile.columns // halves
     piece = next(size for size in (widest, widest // 2, widest // 4) if out_columns % size == 0)
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
     # Sums that do not fit the registers wait in shared memory, a level of the tree each.
     stashes = max(0, leaves.bit_length() - tile.run.bit_length())
-    stash_bytes = stashes * CONSUMERS * tile.rows * tile.columns * 4
+    stash_bytes = stashes * tile.warpgroups * tile.rows * tile.columns * 4
     slots = 1 if stashes else 2
-    out_bytes = CONSUMERS * slots * 64 * piece * jnp.dtype(out_dtype).itemsize
+    out_bytes = tile.warpgroups * slots * 64 * piece * jnp.dtype(out_dtype).itemsize
     stages = fitting_stages(tile.stages, steps, stage_bytes, out_bytes + stash_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
@@ -133,7 +135,7 @@ def large_matmul(
             row, column = tile_order(index, row_tiles, column_tiles, tile.group)
             return (row * tile.cluster + member) * tile.block_rows, column * width
 
-        @pl.when(warpgroup == CONSUMERS)
+        @pl.when(warpgroup == tile.warpgroups)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
@@ -145,7 +147,7 @@ def large_matmul(
                     along_k = pl.ds(k * tile.depth, tile.depth)
                     rows = pl.ds(row, tile.block_rows)
                     plgpu.copy_gmem_to_smem(x_TK.at[rows, along_k], x_smem.at[slot], full.at[slot])
-                    for half in range(2 if combine else 1):
+                    for half in range(halves):
                         load_rows(
                             weights,
                             column + half * N,
@@ -160,9 +162,10 @@ def large_matmul(
 
             drain(empty, stages, _tiles)
 
-        @pl.when(warpgroup < CONSUMERS)
+        @pl.when(warpgroup < tile.warpgroups)
         def _compute() -> None:
-            plgpu.set_max_registers(232, action="increase")
+            if tile.warpgroups > 1:
+                plgpu.set_max_registers(232, action="increase")
             along_rows = tile.split == "rows"
             my_rows = pl.ds(warpgroup * tile.rows, tile.rows) if along_rows else pl.ds(0, tile.rows)
             my_columns = pl.ds(0, tile.columns) if along_rows else pl.ds(warpgroup * tile.columns, tile.columns)
@@ -202,32 +205,42 @@ def large_matmul(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def ahead(*refs: jax.Ref) -> None:
+        @pl.when(lax.axis_index("warpgroup") == tile.warpgroups)
+        def _() -> None:
+            _, column = tile_order(lax.axis_index("block"), row_tiles, column_tiles, tile.group)
+            for k in range(min(steps, AHEAD // (2 * tile.block_columns * tile.depth))):
+                for half in range(halves):
+                    along_k = pl.ds(k * tile.depth, tile.depth)
+                    prefetch_rows(refs[1 : 1 + weight_parts], column * width + half * N, width, along_k)
+
     layout = swizzled(tile.depth)
     out_layout = swizzled(piece, out_dtype)
     blocks = min(row_tiles * column_tiles, sm_count() // tile.cluster)
     if tile.cluster > 1:
         # A multicast load writes into both blocks, so a stage is free only once both blocks' consumers left it.
-        empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, num_barriers=stages)
+        empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=tile.warpgroups, num_barriers=stages)
     else:
-        empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
+        empty = plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages)
     scratch = [
         plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
-        plgpu.SMEM((CONSUMERS, slots, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
-        plgpu.Barrier(num_arrivals=3 if combine else 2, num_barriers=stages),
+        plgpu.SMEM((tile.warpgroups, slots, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
+        plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
         empty,
     ]
     if stashes:
-        shape = (stashes, CONSUMERS, tile.rows, tile.columns)
+        shape = (stashes, tile.warpgroups, tile.rows, tile.columns)
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(tile.columns, "float32")))
     return chained_kernel(
         kernel,
+        ahead=ahead if T <= AHEAD_TOKENS else None,
         out_type=epilogue.results if epilogue else (jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),
         grid_names=("block",),
         cluster=(tile.cluster,),
         cluster_names=("member",),
-        num_threads=CONSUMERS + 1,
+        num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="isojax_gated_matmul_large" if combine else "isojax_matmul_large",
         scratch_types=tuple(scratch),

@@ -41,22 +41,11 @@ class SmallTile:
 
 
 def small_matmul(
-    T: int,
-    N: int,
-    K: int,
-    *,
-    leaves: int,
-    bias: bool,
-    out_dtype: str,
-    tile: SmallTile,
-    weight_parts: int = 1,
-    combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    T: int, N: int, K: int, *, leaves: int, bias: bool, out_dtype: str, tile: SmallTile, weight_parts: int = 1
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands, T at most 256.
 
-    With two ``weight_parts`` the weights are two operands, as `hopper_weights` makes them. With ``combine`` the weights
-    are two matrices below each other, [2 * N, K], and the result is ``combine`` of both products, float32 in and out,
-    elementwise; a block's warpgroup then takes 64 rows of each.
+    With two ``weight_parts`` the weights are two operands, as `hopper_weights` makes them.
     Raises ValueError where T is no multiple of 8 (wgmma's step along N) or K has no whole number of steps a leaf.
     """
     if T % 8 or not 0 < T <= 256:
@@ -67,10 +56,7 @@ def small_matmul(
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     if leaves % tile.parallel:
         raise ValueError(f"leaves={leaves} do not divide over {tile.parallel} blocks")
-    if combine and (tile.warpgroups > 1 or tile.parallel > 1 or bias):
-        raise ValueError("two products meet in the only warpgroup of a block, and nothing else is done with them")
     block_rows = tile.block_columns
-    halves = 2 if combine else 1
     if bias and N % block_rows:
         raise ValueError(f"N={N} is not a multiple of {block_rows}, and the bias is read in whole tiles")
     tiles = pl.cdiv(N, block_rows)
@@ -79,7 +65,7 @@ def small_matmul(
     steps = leaf_steps * my_leaves
     out_bytes = tile.warpgroups * T * ROWS * jnp.dtype(out_dtype).itemsize
     inbox_bytes = (tile.parallel - 1) * tile.warpgroups * ROWS * T * 4
-    stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (T + halves * block_rows), out_bytes + inbox_bytes)
+    stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (T + block_rows), out_bytes + inbox_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -100,9 +86,7 @@ def small_matmul(
 
                 def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds((member * steps + k) * tile.depth, tile.depth)
-                    for half in range(halves):
-                        into = w_smem.at[slot, pl.ds(half * block_rows, block_rows)]
-                        load_rows(weights, row + half * N, block_rows, along_k, into, full.at[slot])
+                    load_rows(weights, row, block_rows, along_k, w_smem.at[slot], full.at[slot])
                     plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot], full.at[slot])
 
                 return fill(steps, stages, carry, empty, start)
@@ -111,7 +95,7 @@ def small_matmul(
 
         @pl.when(warpgroup < tile.warpgroups)
         def _compute() -> None:
-            mine = pl.ds(warpgroup * ROWS, halves * ROWS)
+            mine = pl.ds(warpgroup * ROWS, ROWS)
 
             @plgpu.nd_loop((tiles,), collective_axes="block", init_carry=jnp.int32(0))
             def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
@@ -121,12 +105,9 @@ def small_matmul(
                     def operands(slot: jax.Array) -> tuple[jax.Ref, jax.Ref]:
                         return w_smem.at[slot, mine], x_smem.at[slot].transpose((1, 0))
 
-                    shape = (halves * ROWS, T)
-                    return chain(shape, leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
+                    return chain((ROWS, T), leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
 
                 def finish(total_RT: jax.Array) -> None:
-                    if combine:
-                        total_RT = combine(total_RT[:ROWS], total_RT[ROWS:])
                     total_RT = total_RT.astype(out_dtype)
                     if bias_N is not None:
                         total_RT = add_bias(total_RT, bias_N, row, 0)
@@ -171,19 +152,18 @@ def small_matmul(
         @pl.when(lax.axis_index("warpgroup") == tile.warpgroups)
         def _() -> None:
             row, first = lax.axis_index("block") * block_rows, lax.axis_index("member") * steps
-            for k in range(min(steps, AHEAD // (2 * halves * block_rows * tile.depth))):
+            for k in range(min(steps, AHEAD // (2 * block_rows * tile.depth))):
                 columns = pl.ds((first + k) * tile.depth, tile.depth)
-                for half in range(halves):
-                    prefetch_rows(refs[1 : 1 + weight_parts], row + half * N, block_rows, columns)
+                prefetch_rows(refs[1 : 1 + weight_parts], row, block_rows, columns)
 
     layout = swizzled(tile.depth)
     # A cluster's inbox is filled once, so with several blocks a tile there is no second tile.
     blocks = tiles if tile.parallel > 1 else min(tiles, sm_count())
     scratch = [
         plgpu.SMEM((stages, T, tile.depth), jnp.bfloat16, transforms=layout),
-        plgpu.SMEM((stages, halves * block_rows, tile.depth), jnp.bfloat16, transforms=layout),
+        plgpu.SMEM((stages, block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((tile.warpgroups, T, ROWS), jnp.dtype(out_dtype), transforms=swizzled(ROWS, out_dtype)),
-        plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages),
     ]
     if tile.parallel > 1:
@@ -200,6 +180,6 @@ def small_matmul(
         cluster_names=("member",),
         num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
-        kernel_name="isojax_gated_matmul_small" if combine else "isojax_matmul_small",
+        kernel_name="isojax_matmul_small",
         scratch_types=tuple(scratch),
     )

@@ -51,10 +51,9 @@ def test_gate_and_up_meet_in_one_kernel(T, columns):
     """Of I = 192 columns: tiles of 32, of 96, and of 128, the last of which is only half there."""
     from pallas_kernels.gated_matmul.hopper import gated_matmul_program
     from pallas_kernels.matmul.hopper_large import LargeTile
-    from pallas_kernels.matmul.hopper_small import SmallTile
 
-    large = {"rows": 128 if T > 128 else 64, "stages": 3}
-    tile = SmallTile(depth=64, stages=3) if columns is None else LargeTile(columns=columns, **large)
+    few = {"columns": 64, "depth": 128, "warpgroups": 1}
+    tile = LargeTile(**({"columns": columns, "rows": 128 if T > 128 else 64} if columns else few), stages=3)
     x, w = normal(0, T, 256), normal(1, 2 * 192, 256) / 16
     (out,) = run(gated_matmul_program(T, 192, 256, tile=tile), x, w)
     (expected,) = jax.tree.leaves(jax.jit(REGIONS["gated_matmul"].bind)(x, w))
