@@ -19,6 +19,8 @@ Tile = ClusterTile | LargeTile | SmallTile
 SMALL_TOKENS = 64
 #: Columns of a warpgroup's tile whose sums fit registers and shared memory, by leaves.
 WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
+#: Both products of a gated tile, whose sums are combined beside each other in the registers.
+WIDEST_GATED = 192
 COLUMNS = (48, 64, 96, 128, 192, 256)
 #: An H200 as the estimate sees it: operations and bytes a microsecond of one multiprocessor, bytes of the memory.
 OPERATIONS, INTAKE, MEMORY = 5.6e6, 1.0e5, 4.0e6
@@ -46,16 +48,13 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
 
 def choose_gated_tile(T: int, I: int, K: int) -> LargeTile:  # noqa: E741
     """The tile for two matrices of I columns whose products meet in a warpgroup, half of its columns each."""
-    depth = _depth(K, 1)
-    if T <= SMALL_TOKENS:
-        # Weights stream, and tiles of few columns are shared out evenly. Tokens stay wgmma's M operand: a thread then
-        # has both products of a column in registers, whatever their number.
-        return LargeTile(columns=64, depth=depth, stages=6, warpgroups=1)
     # Both halves in every warpgroup, side by side along rows, and each written in pieces of at least 16 columns.
     candidates = [
-        tile for tile in _candidates(1, min(depth, 64)) if isinstance(tile, LargeTile) and tile.columns % 32 == 0
+        tile
+        for tile in _candidates(1, min(_depth(K, 1), 64))
+        if isinstance(tile, LargeTile) and tile.columns % 32 == 0 and tile.columns <= WIDEST_GATED
     ]
-    return min(candidates, key=lambda tile: estimate(tile, T, 2 * I, K, 1))
+    return min(candidates, key=lambda tile: (estimate(tile, T, 2 * I, K, 1), -tile.columns))
 
 
 def read_tile(text: str) -> Tile:

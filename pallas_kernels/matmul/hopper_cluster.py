@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, fold_runs, sm_count, swizzled
-from pallas_kernels.matmul.hopper_large import tile_order
+from pallas_kernels.matmul.hopper_large import CONSUMERS, tile_order
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
 ROWS = 64
-CONSUMERS = 2
 #: Leaves that a block sums in registers.
 MOST_LEAVES = 4
 #: Clusters of this many blocks or fewer fill the card. Its multiprocessors come in groups of 16 or 18, so larger ones

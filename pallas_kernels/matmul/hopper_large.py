@@ -20,13 +20,14 @@ from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
 
 #: Up to this many tokens a block fetches its first weights, this many bytes, while the launch before still runs.
 AHEAD_TOKENS, AHEAD = 256, 128 << 10
+CONSUMERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class LargeTile:
     """Shape of the work of one block. None of it moves a bit of the result; the gates prove that.
 
-    ``rows`` and ``columns`` are one warpgroup's tile; the consumer ``warpgroups`` sit side by side along ``split``
+    ``rows`` and ``columns`` are one warpgroup's tile; the two consumer warpgroups sit side by side along ``split``
     ("rows" or "columns"). ``group`` row tiles are walked together, so that they share weights in the L2 cache.
     Registers fold a ``run`` of leaves. With ``cluster`` of 2, two blocks with neighbouring row tiles share every weight
     tile by multicast.
@@ -40,15 +41,14 @@ class LargeTile:
     group: int = 8
     cluster: int = 1
     run: int = 4
-    warpgroups: int = 2
 
     @property
     def block_rows(self) -> int:
-        return self.rows * (self.warpgroups if self.split == "rows" else 1)
+        return self.rows * (2 if self.split == "rows" else 1)
 
     @property
     def block_columns(self) -> int:
-        return self.columns * (self.warpgroups if self.split == "columns" else 1)
+        return self.columns * (2 if self.split == "columns" else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +115,9 @@ def large_matmul(
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
     # Sums that do not fit the registers wait in shared memory, a level of the tree each.
     stashes = max(0, leaves.bit_length() - tile.run.bit_length())
-    stash_bytes = stashes * tile.warpgroups * tile.rows * tile.columns * 4
+    stash_bytes = stashes * CONSUMERS * tile.rows * tile.columns * 4
     slots = 1 if stashes else 2
-    out_bytes = tile.warpgroups * slots * 64 * piece * jnp.dtype(out_dtype).itemsize
+    out_bytes = CONSUMERS * slots * 64 * piece * jnp.dtype(out_dtype).itemsize
     stages = fitting_stages(tile.stages, steps, stage_bytes, out_bytes + stash_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
@@ -135,7 +135,7 @@ def large_matmul(
             row, column = tile_order(index, row_tiles, column_tiles, tile.group)
             return (row * tile.cluster + member) * tile.block_rows, column * width
 
-        @pl.when(warpgroup == tile.warpgroups)
+        @pl.when(warpgroup == CONSUMERS)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
@@ -162,10 +162,9 @@ def large_matmul(
 
             drain(empty, stages, _tiles)
 
-        @pl.when(warpgroup < tile.warpgroups)
+        @pl.when(warpgroup < CONSUMERS)
         def _compute() -> None:
-            if tile.warpgroups > 1:
-                plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(232, action="increase")
             along_rows = tile.split == "rows"
             my_rows = pl.ds(warpgroup * tile.rows, tile.rows) if along_rows else pl.ds(0, tile.rows)
             my_columns = pl.ds(0, tile.columns) if along_rows else pl.ds(warpgroup * tile.columns, tile.columns)
@@ -206,7 +205,7 @@ def large_matmul(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def ahead(*refs: jax.Ref) -> None:
-        @pl.when(lax.axis_index("warpgroup") == tile.warpgroups)
+        @pl.when(lax.axis_index("warpgroup") == CONSUMERS)
         def _() -> None:
             _, column = tile_order(lax.axis_index("block"), row_tiles, column_tiles, tile.group)
             for k in range(min(steps, AHEAD // (2 * tile.block_columns * tile.depth))):
@@ -219,18 +218,18 @@ def large_matmul(
     blocks = min(row_tiles * column_tiles, sm_count() // tile.cluster)
     if tile.cluster > 1:
         # A multicast load writes into both blocks, so a stage is free only once both blocks' consumers left it.
-        empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=tile.warpgroups, num_barriers=stages)
+        empty = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=CONSUMERS, num_barriers=stages)
     else:
-        empty = plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages)
+        empty = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
     scratch = [
         plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
-        plgpu.SMEM((tile.warpgroups, slots, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
+        plgpu.SMEM((CONSUMERS, slots, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
         plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
         empty,
     ]
     if stashes:
-        shape = (stashes, tile.warpgroups, tile.rows, tile.columns)
+        shape = (stashes, CONSUMERS, tile.rows, tile.columns)
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(tile.columns, "float32")))
     return chained_kernel(
         kernel,
@@ -240,7 +239,7 @@ def large_matmul(
         grid_names=("block",),
         cluster=(tile.cluster,),
         cluster_names=("member",),
-        num_threads=tile.warpgroups + 1,
+        num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="isojax_gated_matmul_large" if combine else "isojax_matmul_large",
         scratch_types=tuple(scratch),

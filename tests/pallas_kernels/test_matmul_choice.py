@@ -81,11 +81,11 @@ def test_gate_and_up_get_tiles_in_which_a_warpgroup_has_both(T, I, K):  # noqa: 
     from pallas_kernels.matmul.hopper_choice import choose_gated_tile
     from pallas_kernels.matmul.hopper_large import LargeTile
 
+    steps = [step.name for step in gated_matmul_program(T, I, K).steps]
+    assert steps == (["matmul", "swiglu"] if T <= 64 else ["gated_matmul"])
     tile = choose_gated_tile(T, I, K)
-    assert tile.warpgroups == (1 if T <= 64 else 2)
-    gated_matmul_program(T, I, K)
-    if (T, I) == (256, 12288):
-        # The fastest of eleven on an H200.
-        assert (tile.rows, tile.columns) == (128, 192)
+    if I == 12288:
+        # The fastest measured on an H200.
+        assert (tile.rows, tile.columns) == (128 if T > 128 else 64, 192)
     with pytest.raises(ValueError, match="two products meet in"):
         gated_matmul_program(8, I, K, tile=LargeTile(split="columns"))
