@@ -16,10 +16,8 @@ from jax import lax
 
 from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
-from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
+from pallas_kernels.matmul.hopper_weights import load_rows
 
-#: Up to this many tokens a block fetches its first weights, this many bytes, while the launch before still runs.
-AHEAD_TOKENS, AHEAD = 256, 128 << 10
 CONSUMERS = 2
 
 
@@ -204,15 +202,6 @@ def large_matmul(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def ahead(*refs: jax.Ref) -> None:
-        @pl.when(lax.axis_index("warpgroup") == CONSUMERS)
-        def _() -> None:
-            _, column = tile_order(lax.axis_index("block"), row_tiles, column_tiles, tile.group)
-            for k in range(min(steps, AHEAD // (2 * tile.block_columns * tile.depth))):
-                for half in range(halves):
-                    along_k = pl.ds(k * tile.depth, tile.depth)
-                    prefetch_rows(refs[1 : 1 + weight_parts], column * width + half * N, width, along_k)
-
     layout = swizzled(tile.depth)
     out_layout = swizzled(piece, out_dtype)
     blocks = min(row_tiles * column_tiles, sm_count() // tile.cluster)
@@ -233,7 +222,6 @@ def large_matmul(
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(tile.columns, "float32")))
     return chained_kernel(
         kernel,
-        ahead=ahead if T <= AHEAD_TOKENS else None,
         out_type=epilogue.results if epilogue else (jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),
         grid_names=("block",),
