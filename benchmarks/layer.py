@@ -121,8 +121,8 @@ def main() -> None:
     for T in map(int, arguments.tokens.split(",")):
         layers = [_tensors(T, arguments.length, context) for _ in range(LAYERS)]
         results = []
-        for name, context in (("chained", nullcontext()), ("unchained", _unchained())):
-            with context:
+        for name, launches in (("chained", nullcontext()), ("unchained", _unchained())):
+            with launches:
                 kernels = _kernels(compiler, T, arguments.length, context)
             results.append(_layer(kernels, layers[0]))
             timed = {name: partial(_layer, kernels)} | (kernels if name == "chained" else {})

@@ -35,7 +35,7 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     depth = _depth(K, leaves)
     if T <= SMALL_TOKENS:
         # At the fewest tokens too few blocks stream the weights: then two blocks share the leaves of a row.
-        if leaves > 1 and T <= 32:
+        if leaves > 1 and T <= 16:
             wide = N > 4096 and within % 128 == 0
             return SmallTile(warpgroups=2 if wide else 1, depth=depth, stages=4, parallel=2)
         return SmallTile(depth=depth, stages=6)
