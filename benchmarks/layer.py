@@ -41,8 +41,11 @@ def _bf16(*shape: int) -> torch.Tensor:
 Tensors = dict[str, torch.Tensor]
 
 
-def _kernels(compiler: Compiler, T: int, length: int) -> dict[str, Callable[[Tensors], Any]]:
-    """A layer's kernels over tensors by name, for T requests of ``length`` tokens, each with its last token."""
+def _kernels(compiler: Compiler, T: int, length: int, context: int) -> dict[str, Callable[[Tensors], Any]]:
+    """A layer's kernels over tensors by name, for T requests of ``length`` tokens, each with its last token.
+
+    context: the most tokens that a request may have, which the kernels are made for.
+    """
     b16, i32 = "bfloat16", "int32"
     per = -(-length // PAGE)
     hidden, cache = ((T, HIDDEN), b16), ((T * per, PAGE, K, D), b16)
@@ -54,12 +57,12 @@ def _kernels(compiler: Compiler, T: int, length: int) -> dict[str, Callable[[Ten
 
     add_norm = _kernel(compiler, "add_rms_norm", [hidden, hidden, norm], {"eps": EPS})
     qkv, out = matmul(wide, HIDDEN, 1), matmul(HIDDEN, H * D, 4)
-    gate_up, down = matmul(2 * INNER, HIDDEN, 1), matmul(HIDDEN, INNER, 4)
+    down = matmul(HIDDEN, INNER, 4)
+    gate_up = _kernel(compiler, "gated_matmul", [hidden, ((2 * INNER, HIDDEN), b16)], {})
     rope_types = [((T, wide), b16), ((T, D), "float32"), tokens, cache, cache, ((D,), b16), ((D,), b16)]
     rope = _kernel(compiler, "paged_qk_norm_rope", rope_types, {"key_heads": K, "eps": EPS})
-    attention_types = [((T, H, D), b16), cache, cache, ((T, per), i32), tokens, tokens]
+    attention_types = [((T, H, D), b16), cache, cache, ((T, -(-context // PAGE)), i32), tokens, tokens]
     attention = _kernel(compiler, "paged_attention", attention_types, {"scale": D**-0.5, "split": 512})
-    swiglu = _kernel(compiler, "swiglu", [((T, 2 * INNER), b16)], {})
 
     return {
         "add_norm": lambda t: add_norm(t["x"], t["residual"], t["norm"]),
@@ -70,7 +73,6 @@ def _kernels(compiler: Compiler, T: int, length: int) -> dict[str, Callable[[Ten
         ].view(T, H * D),
         "out": lambda t: out(t["attended"], t["out"])[0],
         "gate_up": lambda t: gate_up(t["normed"], t["gate_up"])[0],
-        "swiglu": lambda t: swiglu(t["wide"])[0],
         "down": lambda t: down(t["inner"], t["down"])[0],
     }
 
@@ -82,19 +84,19 @@ def _layer(kernels: dict[str, Callable[[Tensors], Any]], t: Tensors) -> torch.Te
     attended = kernels["attention"](t | {"q": q, "keys": keys, "values": values})
     projected = kernels["out"](t | {"attended": attended})
     normed, _ = kernels["add_norm"](t | {"x": projected, "residual": residual})
-    wide = kernels["gate_up"](t | {"normed": normed})
-    return kernels["down"](t | {"inner": kernels["swiglu"](t | {"wide": wide})})
+    return kernels["down"](t | {"inner": kernels["gate_up"](t | {"normed": normed})})
 
 
-def _tensors(T: int, length: int) -> Tensors:
+def _tensors(T: int, length: int, context: int) -> Tensors:
     per = -(-length // PAGE)
     owners = torch.arange(T, device="cuda", dtype=torch.int32)
-    table = torch.randperm(T * per, device="cuda").int().view(T, per).contiguous()
+    table = torch.zeros(T, -(-context // PAGE), device="cuda", dtype=torch.int32)
+    table[:, :per] = torch.randperm(T * per, device="cuda").int().view(T, per)
     last = length - 1
     found = {name: _bf16(T, HIDDEN) for name in ("x", "residual")}
     # What a kernel reads that is timed alone.
     found |= {"normed": _bf16(T, HIDDEN), "packed": _bf16(T, (H + 2 * K) * D), "q": _bf16(T, H, D)}
-    found |= {"attended": _bf16(T, H * D), "wide": _bf16(T, 2 * INNER), "inner": _bf16(T, INNER)}
+    found |= {"attended": _bf16(T, H * D), "inner": _bf16(T, INNER)}
     found |= {"norm": _bf16(HIDDEN), "q_norm": _bf16(D), "k_norm": _bf16(D)}
     found |= {"qkv": _bf16((H + 2 * K) * D, HIDDEN), "out": _bf16(HIDDEN, H * D)}
     found |= {"gate_up": _bf16(2 * INNER, HIDDEN), "down": _bf16(HIDDEN, INNER)}
@@ -110,21 +112,24 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--tokens", default="8,32,256")
     parser.add_argument("--length", type=int, default=384)
+    parser.add_argument("--context", type=int, help="the most tokens of a request; those of --length by default")
     arguments = parser.parse_args()
+    context = arguments.context or arguments.length
     torch.manual_seed(0)
     compiler = Compiler(torch.device("cuda:0"))
     rows: list[dict[str, Any]] = []
     for T in map(int, arguments.tokens.split(",")):
-        layers = [_tensors(T, arguments.length) for _ in range(LAYERS)]
+        layers = [_tensors(T, arguments.length, context) for _ in range(LAYERS)]
         results = []
-        for name, context in (("chained", nullcontext()), ("unchained", _unchained())):
-            with context:
-                kernels = _kernels(compiler, T, arguments.length)
+        for name, launches in (("chained", nullcontext()), ("unchained", _unchained())):
+            with launches:
+                kernels = _kernels(compiler, T, arguments.length, context)
             results.append(_layer(kernels, layers[0]))
             timed = {name: partial(_layer, kernels)} | (kernels if name == "chained" else {})
             for what, run in timed.items():
                 us, spread = microseconds([lambda t=t, run=run: run(t) for t in layers], repeats=2 * LAYERS)
-                rows.append({"what": what, "T": T, "length": arguments.length, "us": us, "spread_us": spread})
+                rows.append({"what": what, "T": T, "length": arguments.length, "context": context})
+                rows[-1] |= {"us": us, "spread_us": spread}
                 print(rows[-1], flush=True)
         rows[-1]["same_bits"] = torch.equal(*(result.view(torch.int16) for result in results))
         print("same bits", rows[-1]["same_bits"], flush=True)

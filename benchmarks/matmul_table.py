@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.matmul import hopper_table
-from pallas_kernels.matmul.hopper_choice import SMALL_TOKENS, choose_tile
+from pallas_kernels.matmul.hopper_choice import SMALL_TOKENS, choose_tile, read_tile
 
 GAIN = 0.99
 
@@ -40,9 +40,9 @@ _ANNOTATION = "MEASURED: dict[tuple[int, int, int], dict[int, ClusterTile | Larg
 
 def _better(rows: list[dict[str, Any]], T: int, N: int, K: int, leaves: int) -> str | None:
     best = min(rows, key=lambda row: row["us"])
-    chosen = repr(choose_tile(T, N, K, leaves))
-    known = [row["us"] for row in rows if row["tile"] == chosen]
-    if best["tile"] == chosen or (known and best["us"] > GAIN * known[0]):
+    chosen = choose_tile(T, N, K, leaves)
+    known = [row["us"] for row in rows if read_tile(row["tile"]) == chosen]
+    if read_tile(best["tile"]) == chosen or (known and best["us"] > GAIN * known[0]):
         return None
     return str(best["tile"])
 

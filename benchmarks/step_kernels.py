@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--prompt", type=int, default=100, help="tokens of each prompt")
+    parser.add_argument("--cache-gib", type=int, default=2, help="memory of the cache")
     parser.add_argument("--out", type=Path, default=Path("step_kernels.json"))
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -37,7 +38,7 @@ def main() -> int:
 
     from isojax.rl.rollout import Sampling
 
-    settings = {"max_sequences": arguments.batch, "kv_cache_bytes": 2**31, "cuda_graphs": True}
+    settings = {"max_sequences": arguments.batch, "kv_cache_bytes": arguments.cache_gib << 30, "cuda_graphs": True}
     settings["initial_weights"] = False
     with proved_copy(arguments.folder) as copy, running_engine(copy, settings) as engine:
         bench = Bench.open(copy, Options(weights=arguments.weights))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bridge.weights import EngineWeights
     from isojax.policy import Policy
 
-WEIGHT_READERS = ("matmul", "log_prob_rows")
+WEIGHT_READERS = ("matmul", "gated_matmul", "log_prob_rows")
 """Regions whose weight operand `w` may be stored wider than the activations, with equal bits."""
 
 

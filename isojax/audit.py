@@ -55,10 +55,12 @@ class RegionCall(NamedTuple):
 class AuditReport:
     """What an audited function is made of. Counts are call sites: a scan's body counts once.
 
-    calls: every call site of a region in program order. moves: sites by primitive, integer arithmetic included.
+    calls: every call site of a region in program order. differentiated: the same under gradients, where the forward
+    rules of custom derivatives run instead of the functions. moves: sites by primitive, integer arithmetic included.
     """
 
     calls: tuple[RegionCall, ...]
+    differentiated: tuple[RegionCall, ...]
     moves: Mapping[str, int]
 
     @property
@@ -79,6 +81,7 @@ class _Walk:
     forward_rules: bool = True
     moves: Counter[str] = field(default_factory=Counter)
     calls: list[RegionCall] = field(default_factory=list)
+    differentiated: list[RegionCall] = field(default_factory=list)
 
 
 def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | AbstractMesh | None = None) -> AuditReport:
@@ -94,7 +97,7 @@ def audit(fn: Callable[..., Any], *args: Any, mesh: Mesh | AbstractMesh | None =
     """
     walk = _Walk(mesh)
     _visit(jax.make_jaxpr(fn)(*args).jaxpr, walk, manual=frozenset(), callers=())
-    return AuditReport(tuple(walk.calls), dict(walk.moves))
+    return AuditReport(tuple(walk.calls), tuple(walk.differentiated), dict(walk.moves))
 
 
 def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[JaxprEqn, ...]) -> None:
@@ -102,14 +105,17 @@ def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[Jax
         name = equation.primitive.name
         path = (equation, *callers)
         if is_region(equation.primitive):
-            _check_region(path, walk, manual)
+            call = _region_call(path, walk, manual)
+            walk.calls.append(call)
+            walk.differentiated.append(call)
         elif name in _CALLS:
             inner = manual | manual_axes(equation) if name == "shard_map" else manual
+            before = len(walk.differentiated)
             with context_of(equation):
                 for body in closed_jaxprs(equation):
                     _visit(body, walk, inner, path)
             if walk.forward_rules and name in ("custom_vjp_call", "custom_jvp_call"):
-                _visit_rule(path, walk, inner)
+                walk.differentiated[before:] = _calls_of_rule(path, walk, inner)
         elif name in MOVES or (name in INTEGER_ARITHMETIC and not _touches_floats(equation)):
             walk.moves[name] += 1
         elif name == "convert_element_type" and _dtype(equation.invars[0].aval) == equation.params["new_dtype"]:
@@ -119,10 +125,10 @@ def _visit(jaxpr: Jaxpr, walk: _Walk, manual: frozenset[str], callers: tuple[Jax
             raise _uncovered(path)
 
 
-def _visit_rule(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> None:
+def _calls_of_rule(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> list[RegionCall]:
     """Audit what a custom derivative's rule computes for its results, which replace the function's under gradients.
 
-    Its residuals and tangents serve the backward alone.
+    Its residuals and tangents serve the backward alone. Returns the regions that it calls.
     """
     equation = path[0]
     results = [True] * len(equation.outvars)
@@ -133,11 +139,12 @@ def _visit_rule(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str])
         rule = jvp_rule(equation)
         used = results + [False] * (len(rule.outvars) - len(results))
     needed, _ = partial_eval.dce_jaxpr(rule, used)
-    # The same regions were counted in the primal body.
-    _visit(needed, _Walk(walk.mesh, forward_rules=False), manual, path)
+    inner = _Walk(walk.mesh, forward_rules=False)
+    _visit(needed, inner, manual, path)
+    return inner.calls
 
 
-def _check_region(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> None:
+def _region_call(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str]) -> RegionCall:
     region = region_of(path[0].primitive)
     if walk.mesh is not None and (automatic := [axis for axis in walk.mesh.axis_names if axis not in manual]):
         raise UncoveredArithmetic(
@@ -148,7 +155,7 @@ def _check_region(path: tuple[JaxprEqn, ...], walk: _Walk, manual: frozenset[str
         )
     avals: list[Any] = [variable.aval for variable in path[0].invars]
     operands = tuple((tuple(aval.shape), str(aval.dtype)) for aval in avals)
-    walk.calls.append(RegionCall(region.name, dict(path[0].params), operands))
+    return RegionCall(region.name, dict(path[0].params), operands)
 
 
 def _touches_floats(equation: JaxprEqn) -> bool:

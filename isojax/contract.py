@@ -43,10 +43,17 @@ CPU_ENGINE_RUNNER, SM90_ENGINE_RUNNER = "vllm_v1", "vllm_v2"
 MESH_GATE = "tests/isojax/test_mesh.py::test_a_sharded_policy_equals_one_device"
 PARITY_GATE = "tests/parity"
 SM90_GATE = "isojax verify --arch sm90"
-# A region of the contract whose owner differs between trainer and engine, by (trainer's, engine's) primitive.
-_PAIRS = {"attention": ("attention", "paged_attention"), "log_probs": ("token_log_probs", "log_prob_rows")}
+# The primitives that own a region of the contract, where they differ between cases.
+_OWNERS: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
+    "attention": {"attention": TRAINER_CASES, "paged_attention": ENGINE_CASES},
+    "log_probs": {"token_log_probs": TRAINER_CASES, "log_prob_rows": ENGINE_CASES},
+    # Under gradients SwiGLU ends what a call of the region matmul began.
+    "gated_matmul": {"swiglu": CASES[:1], "gated_matmul": CASES[1:]},
+}
 # On a card the engine's kernel for this one also writes the cache.
-_SM90_PAIRS = {**_PAIRS, "qk_norm_rope": ("qk_norm_rope", "paged_qk_norm_rope")}
+_SM90_OWNERS = {**_OWNERS, "qk_norm_rope": {"qk_norm_rope": TRAINER_CASES, "paged_qk_norm_rope": ENGINE_CASES}}
+# The engine's graph takes the paged binding at the calls that the policy makes to the packed one.
+_AUDITED = {"paged_attention": "attention", "paged_qk_norm_rope": "qk_norm_rope"}
 
 
 def build_contract(
@@ -115,32 +122,30 @@ def _composition(policy: Policy, kernels: Bundle | None) -> Iterable[Composition
     trainer, engine = audit_policy(policy)
     digests = {} if kernels is None else kernel_digests(kernels)
     arch, gate = (cpu_arch(), PARITY_GATE) if kernels is None else (ARCHITECTURE, SM90_GATE)
-    entry = partial(_entry, arch=arch, digests=digests)
-    pairs = _PAIRS if kernels is None else _SM90_PAIRS
-    paired = {primitive for pair in pairs.values() for primitive in pair}
-    # The two forwards share everything up to the head.
-    for primitive in sorted(set(trainer.sequence) | set(engine.sequence)):
-        if primitive not in paired:
-            yield entry(primitive, primitive, CASES, trainer.calls)
-    for region, (trained, served) in pairs.items():
-        yield entry(region, trained, TRAINER_CASES, trainer.calls, gate=gate)
-        # The engine's graph takes the paged binding at the calls that the policy makes to the packed one.
-        source = [call._replace(region=served) if call.region == trained else call for call in engine.calls]
-        yield entry(region, served, ENGINE_CASES, source, gate=gate)
+    made = dict(zip(CASES, (trainer.differentiated, trainer.calls, engine.calls, engine.calls), strict=True))
+    entry = partial(_entry, calls=made, arch=arch, digests=digests)
+    owners = _OWNERS if kernels is None else _SM90_OWNERS
+    found = {call.region for calls in made.values() for call in calls}
+    for primitive in sorted(found - {owner for several in owners.values() for owner in several}):
+        yield entry(primitive, primitive, CASES)
+    for region, several in owners.items():
+        for primitive, cases in several.items():
+            yield entry(region, primitive, cases, gate=gate)
 
 
 def _entry(
     region: str,
     primitive: str,
     cases: tuple[Case, ...],
-    calls: Iterable[RegionCall],
     *,
+    calls: Mapping[Case, Iterable[RegionCall]],
     arch: str,
     digests: Mapping[str, Mapping[str, str]],
     gate: str | None = None,
 ) -> CompositionEntry:
     declared = REGIONS[primitive]
-    parameters = [call.parameters for call in calls if call.region == primitive]
+    # Of the first case, which calls it most: under gradients the matmul also takes a part of another region.
+    parameters = [call.parameters for call in calls[cases[0]] if call.region == _AUDITED.get(primitive, primitive)]
     constants = dict(declared.spec.constants)
     for name in declared.parameters:
         values = [call[name] for call in parameters]

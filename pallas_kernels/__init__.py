@@ -3,6 +3,7 @@
 from pallas_kernels import counters
 from pallas_kernels.attention import attention, paged_attention
 from pallas_kernels.cast import cast
+from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.lm_head import log_prob_rows, token_log_probs
 from pallas_kernels.matmul import matmul
 from pallas_kernels.qk_norm_rope import paged_qk_norm_rope, qk_norm_rope
@@ -20,6 +21,7 @@ __all__ = [
     "attention",
     "cast",
     "counters",
+    "gated_matmul",
     "is_region",
     "log_prob_rows",
     "matmul",

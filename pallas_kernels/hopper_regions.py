@@ -26,6 +26,13 @@ def _matmul(x: Type, w: Type, bias: Type | None = None, *, leaves: int, out_dtyp
     return matmul_program(T, N, K, leaves=leaves, bias=bias is not None, out_dtype=out_dtype)
 
 
+def _gated_matmul(x: Type, w: Type) -> Program:
+    from pallas_kernels.gated_matmul.hopper import gated_matmul_program
+
+    (T, K), (N, _) = x[0], w[0]
+    return gated_matmul_program(T, N // 2, K)
+
+
 def _rms_norm(x: Type, w: Type, *, eps: float) -> Program:
     from pallas_kernels.rms_norm.hopper import rms_norm_program
 
@@ -100,6 +107,7 @@ def _token_log_probs(x: Type, w: Type, targets: Type, temperature: Type, *, voca
 
 _PROGRAMS: Mapping[str, Callable[..., Program]] = {
     "matmul": _matmul,
+    "gated_matmul": _gated_matmul,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "residual_add": _residual_add,

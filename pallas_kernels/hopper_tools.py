@@ -46,6 +46,20 @@ def chained_kernel(
     return plgpu.kernel(kernel, **options)
 
 
+def early_kernel(body: Callable[..., None], **options: Any) -> Callable[..., tuple[jax.Array, ...]]:
+    """`plgpu.kernel` for a step right behind a `chained_kernel` of its program: its blocks work while that one runs.
+
+    Before its references the body is given a function that waits for the launch before; a warpgroup of every block has
+    to call it. Until then a block may read what earlier launches wrote, for the one before waited for them before it
+    let this one be placed, and may write what that one neither reads nor writes.
+    """
+
+    def kernel(*refs: jax.Ref) -> None:
+        body(lambda: follow(None), *refs)
+
+    return plgpu.kernel(kernel, **options)
+
+
 def fitting_stages(most: int, steps: int, stage_bytes: int, other_bytes: int) -> int:
     """Pipeline stages: at most ``most`` and ``steps``, and no more than fit beside ``other_bytes``.
 

@@ -24,6 +24,7 @@ Parameter = int | float | bool | str
 ShapeAndDtype = tuple[tuple[Any, ...], np.dtype]
 ShapeRule = Callable[..., tuple[ShapeAndDtype, ...]]
 CpuForm = Callable[..., tuple[jax.Array, ...]]
+Forward = Callable[[tuple[jax.Array, ...], Mapping[str, Parameter]], tuple[Any, Any]]
 
 REGIONS: dict[str, "Region"] = {}
 
@@ -127,19 +128,24 @@ def differentiable(
     region: Region,
     backward: Callable[..., tuple[jax.Array | None, ...]],
     keep: Callable[[tuple[Any, ...], Any], Any] = lambda operands, results: operands,
+    forward: Forward | None = None,
 ) -> Callable[..., Any]:
     """Wraps `region.bind` in a custom VJP and returns `call(*operands, **parameters)`.
 
     `keep(operands, results)` chooses the residuals. `backward(residuals, cotangents, **parameters)` returns one
     cotangent per operand in the operand's dtype, None for integers; it is plain JAX and not bound by the rounding
     schedule. Under gradients the results are named after the region, so that `jax.checkpoint_policies` can save them.
+    `forward(operands, parameters)` returns (results, residuals) under differentiation, where that is not the region
+    itself: other regions whose results have the same bits, as where the backward needs what is between them.
     """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def call(parameters: tuple[tuple[str, Parameter], ...], *operands: jax.Array) -> Any:
         return region.bind(*operands, **dict(parameters))
 
-    def forward(parameters: tuple[tuple[str, Parameter], ...], *operands: jax.Array) -> tuple[Any, Any]:
+    def differentiated(parameters: tuple[tuple[str, Parameter], ...], *operands: jax.Array) -> tuple[Any, Any]:
+        if forward is not None:
+            return forward(operands, dict(parameters))
         # Named before they are kept, so that a saved result and a saved residual are one array.
         named = partial(checkpoint_name, name=region.name)
         results = jax.tree.map(named, region.bind(*operands, **dict(parameters)))
@@ -148,7 +154,7 @@ def differentiable(
     def reverse(parameters: tuple[tuple[str, Parameter], ...], residuals: Any, cotangents: Any) -> Any:
         return backward(residuals, cotangents, **dict(parameters))
 
-    call.defvjp(forward, reverse)
+    call.defvjp(differentiated, reverse)
 
     def public(*operands: jax.Array, **parameters: Parameter) -> Any:
         # Outside of the custom VJP, so that JAX itself transposes the marks of shard_map.

@@ -97,7 +97,11 @@ def _matmul(program: SealedProgram, longest: int) -> list[Fault]:
     leaves = dict(program.constants)["leaves"]
     others = [Fault(f"{n} leaves", (("leaves", n),), coarse=False) for n in (1, 2, 4, 8) if n != leaves]
     possible = [fault for fault in others if _exists(program, fault)]
-    return [*possible[:1], Fault("the last step of K left out", spoil=lambda o: {"x": _without_end(o["x"])})]
+    return [*possible[:1], _last_step()]
+
+
+def _gated_matmul(program: SealedProgram, longest: int) -> list[Fault]:
+    return [_halves_exchanged("w", 0), _last_step()]
 
 
 def _norm(program: SealedProgram, longest: int) -> list[Fault]:
@@ -109,11 +113,7 @@ def _residual_add(program: SealedProgram, longest: int) -> list[Fault]:
 
 
 def _swiglu(program: SealedProgram, longest: int) -> list[Fault]:
-    def exchanged(operands: Operands) -> dict[str, torch.Tensor]:
-        gate, up = operands["gate_up"].chunk(2, -1)
-        return {"gate_up": torch.cat([up, gate], -1)}
-
-    return [Fault("gate and up exchanged", spoil=exchanged)]
+    return [_halves_exchanged("gate_up", 1)]
 
 
 def _qk_norm_rope(program: SealedProgram, longest: int) -> list[Fault]:
@@ -137,12 +137,11 @@ def _paged_attention(program: SealedProgram, longest: int) -> list[Fault]:
     pages = Fault("the neighbouring request's pages", spoil=lambda o: {"block_table": o["block_table"].roll(1, 0)})
     found = _attention(program, longest)
     heads = Fault("the neighbouring head's sums", step="combine", spoil=lambda o: {"acc": o["acc"].roll(1, 0)})
-    # A reference is made of one long chunk, and only single tokens go through the last two.
-    steps = [
-        replace(found[0], step="tiles"),
-        replace(found[0], step="decode", coarse=False),
-        replace(heads, coarse=False),
-    ]
+    # A reference is made of one long chunk, and only single tokens go through the last two, through the third only
+    # those of several splits.
+    steps = [replace(found[0], step="tiles"), replace(found[0], step="decode", coarse=False)]
+    if longest > int(dict(program.constants)["split"]):
+        steps.append(replace(heads, coarse=False))
     return [*found, Fault("the mask off by one", spoil=masked), pages, *steps]
 
 
@@ -177,8 +176,20 @@ def _temperature(step: str | None = None) -> Fault:
 def _logits() -> list[Fault]:
     return [
         Fault("the neighbouring row of the last weights", step="tail", spoil=lambda o: {"w": o["w"].roll(1, 0)}),
-        Fault("the last step of K left out", step="logits", spoil=lambda o: {"x": _without_end(o["x"])}),
+        _last_step("logits"),
     ]
+
+
+def _last_step(step: str | None = None) -> Fault:
+    return Fault("the last step of K left out", step=step, spoil=lambda o: {"x": _without_end(o["x"])})
+
+
+def _halves_exchanged(operand: str, axis: int) -> Fault:
+    def exchanged(operands: Operands) -> dict[str, torch.Tensor]:
+        gate, up = operands[operand].chunk(2, axis)
+        return {operand: torch.cat([up, gate], axis)}
+
+    return Fault("gate and up exchanged", spoil=exchanged)
 
 
 def _neighbours(step: str, buffer: str) -> Fault:
@@ -210,6 +221,7 @@ def _exists(program: SealedProgram, fault: Fault) -> bool:
 
 _FAULTS: dict[str, Callable[[SealedProgram, int], list[Fault]]] = {
     "matmul": _matmul,
+    "gated_matmul": _gated_matmul,
     "rms_norm": _norm,
     "add_rms_norm": _norm,
     "residual_add": _residual_add,

@@ -93,6 +93,16 @@ def _matmul(operands: Operands, constants: Constants) -> list[Expected]:
     return [(value, error)]
 
 
+def _gated_matmul(operands: Operands, constants: Constants) -> list[Expected]:
+    value, error = _rounded(*_product(operands["x"], operands["w"]))
+    gate, up = value.chunk(2, -1)
+    gate_off, up_off = error.chunk(2, -1)
+    silu = gate * torch.sigmoid(gate)
+    # silu is nowhere steeper than 1.1.
+    off = 1.1 * gate_off * (up.abs() + up_off) + silu.abs() * up_off
+    return [_rounded(silu * up, off + silu.abs() * up.abs() * 2.0**-14 + _vanishing(gate, up), 2)]
+
+
 def _normed(x: torch.Tensor, w: torch.Tensor, constants: Constants) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + float(constants["eps"])) * w.double()
 
@@ -117,9 +127,12 @@ def _residual_add(operands: Operands, constants: Constants) -> list[Expected]:
 def _swiglu(operands: Operands, constants: Constants) -> list[Expected]:
     gate, up = operands["gate_up"].double().chunk(2, -1)
     value = gate * torch.sigmoid(gate) * up
+    return [_rounded(value, value.abs() * 2.0**-14 + _vanishing(gate, up), 2)]
+
+
+def _vanishing(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     # Below a gate of -87 the quotient has no float32 normal number any more.
-    vanishing = torch.where(gate < -80, 2.0**-110 * up.abs(), 0.0)
-    return [_rounded(value, value.abs() * 2.0**-14 + vanishing, 2)]
+    return torch.where(gate < -80, 2.0**-110 * up.abs(), 0.0)
 
 
 def _qk_norm_rope(operands: Operands, constants: Constants) -> list[Expected]:
@@ -192,6 +205,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 _REFERENCES: dict[str, Callable[[Operands, Constants], list[Expected]]] = {
     "matmul": _matmul,
+    "gated_matmul": _gated_matmul,
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "residual_add": _residual_add,

@@ -134,7 +134,7 @@ def planted_fault_gate() -> str:
     policy, params = _policy("llama", "bfloat16")
     right = capture_forward(policy, params, pack(_SEQUENCES))
     left = list(right)
-    place = next(index for index, output in enumerate(right) if output.region == "swiglu" and output.layer == 1)
+    place = next(index for index, output in enumerate(right) if output.region == "gated_matmul" and output.layer == 1)
     for index, value in ((place, None), (len(right) - 1, 100.0)):
         result = right[index].results[0].copy()
         if value is None:
@@ -143,9 +143,9 @@ def planted_fault_gate() -> str:
             result[0, 0] += value
         left[index] = dataclasses.replace(right[index], results=(result, *right[index].results[1:]))
     found = find_parting(left, right)
-    if found is None or (found.region, found.layer, found.row) != ("swiglu", 1, 2):
-        raise _failed("bisect", found, "swiglu of layer 1, row 2", "The planted fault was not named.")
-    return "named swiglu of layer 1, row 2"
+    if found is None or (found.region, found.layer, found.row) != ("gated_matmul", 1, 2):
+        raise _failed("bisect", found, "gated_matmul of layer 1, row 2", "The planted fault was not named.")
+    return "named gated_matmul of layer 1, row 2"
 
 
 GATES: tuple[tuple[str, str, Callable[[], str]], ...] = tuple(

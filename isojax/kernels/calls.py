@@ -32,7 +32,8 @@ def kernel_calls(policy: Policy, shapes: KernelShapes) -> list[KernelCall]:
     """
     found: dict[KernelCall, None] = {}
     for tokens in shapes.trainer_tokens:
-        found.update(dict.fromkeys(map(_kernel_call, audit_trainer(policy, tokens).calls)))
+        report = audit_trainer(policy, tokens)
+        found.update(dict.fromkeys(map(_kernel_call, (*report.calls, *report.differentiated))))
     # One trace serves a token bucket and a row bucket; where one list is longer, the other's first is traced again.
     first = shapes.token_buckets[0], shapes.head_rows[0]
     for tokens, rows in zip_longest(shapes.token_buckets, shapes.head_rows):

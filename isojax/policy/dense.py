@@ -91,7 +91,7 @@ class DenseLayer(nnx.Module):
         normed, residual = self.operations.add_rms_norm(
             projected, residual_TH, self.post_attention_norm[...], eps=config.rms_norm_eps
         )
-        gated = self.operations.swiglu(self.operations.matmul(normed, self.gate_up[...]))
+        gated = self.operations.gated_matmul(normed, self.gate_up[...])
         fed = self.operations.matmul(gated, self.down[...], leaves=config.leaves)
         return self.operations.add_rms_norm_carried(fed, residual, next_norm_H, eps=config.rms_norm_eps)
 

@@ -100,9 +100,9 @@ class NativeOperations:
         mixed = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation=self.attention_by)
         return mixed.reshape(-1, *q_THD.shape[1:])[:tokens]
 
-    def swiglu(self, gate_up_T2I: jax.Array) -> jax.Array:
-        """silu(gate) * up."""
-        gate, up = jnp.split(gate_up_T2I, 2, axis=-1)
+    def gated_matmul(self, x_TK: jax.Array, w_NK: jax.Array) -> jax.Array:
+        """silu(x @ gate.T) * (x @ up.T), the gate's weights first."""
+        gate, up = jnp.split(x_TK @ w_NK.T, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
     def log_prob_rows(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from pallas_kernels.attention.hopper_decode import decode_attention
-from pallas_kernels.attention.hopper_parts import Parts, combine_parts
+from pallas_kernels.attention.hopper_parts import MOST_PARTS, Parts, combine_parts
 from pallas_kernels.attention.hopper_softmax import Schedule
 from pallas_kernels.attention.hopper_source import Packed, Paged
 from pallas_kernels.attention.hopper_tiles import tiled_attention
@@ -63,9 +63,10 @@ def paged_attention_program(
     q and out are [T, H, D], the caches [pages, page, K, D], the table [requests, request_pages], the others [T], int32;
     a padding token's request is -1. ``pages`` is a bound: the caches may have fewer, since only pages that the table
     names are read. A request's tokens are contiguous. Those with several tokens are one kernel's; the splits of single
-    tokens are spread over ``blocks`` blocks, by default as many as the card takes at once, and merged by a third
-    kernel. Where the states of all those splits could take more than ``scratch_bytes``, a token's splits stay together:
-    then so many tokens are there that they fill the card without that. Neither moves a bit.
+    tokens are spread over ``blocks`` blocks, by default as many as the card takes at once, and where a token has
+    several they are merged by a third kernel. Where the states of all those splits could take more than
+    ``scratch_bytes``, a token's splits stay together: then so many tokens are there that they fill the card without
+    that. Neither moves a bit.
     Raises ValueError for more rows of the caches than 32 bits can number.
     """
     # A cache may have more than 2^31 elements: its rows are only reached through TMA, which takes a row and a column of
@@ -79,27 +80,31 @@ def paged_attention_program(
     buffers |= dict.fromkeys(("k_cache", "v_cache"), Buffer((pages, page, K, D), "bfloat16", True))
     buffers |= dict.fromkeys(("request_of_token", "positions"), Buffer((T,), "int32"))
     buffers["block_table"] = Buffer((requests, request_pages), "int32")
-    buffers |= {"acc": Buffer(parts.acc, "float32"), "stats": Buffer(parts.stats, "float32")}
-    buffers["first_part"] = Buffer(parts.first_part, "int32")
     caches = dict.fromkeys(("k_cache", "v_cache"), (pages * page, K * D))
     read = ("q", "k_cache", "v_cache", "positions", "request_of_token", "block_table")
     operands = ("q", "k_cache", "v_cache", "block_table", "request_of_token", "positions")
-    states = ("acc", "stats", "first_part")
     tiles = tiled_attention(T, H, K, schedule, source, single_tokens=False, staged_weights=staged_weights)
     decode = decode_attention(parts, schedule, source, blocks=blocks or sm_count(), staged_weights=staged_weights)
-    # Few tokens spread over more blocks, many over larger ones.
-    combine = combine_parts(parts, schedule, heads=1 if 16 * sm_count() >= T * H else parts.G)
+    states: tuple[str, ...] = ()
+    merging: tuple[Step, ...] = ()
+    if not parts.whole:
+        states = ("acc", "stats", "merges")
+        buffers |= {"acc": Buffer(parts.acc, "float32"), "stats": Buffer(parts.stats, "float32")}
+        buffers["merges"] = Buffer(parts.merges, "int32")
+        # Few tokens spread over more blocks, many over larger ones.
+        combine = combine_parts(parts, heads=1 if 16 * sm_count() >= parts.singles * H else parts.G)
+        merging = (Step("combine", combine, (*states, "out"), ("out",), {"out": (T * H * D,)}),)
     steps = (
         Step("tiles", tiles, read, ("out",), {**caches, "q": (T, H * D), "out": (T, H * D)}),
-        Step("decode", decode, read, states, {**caches, "q": (T * H, D)}),
-        # Over the zeros that the tiles left in the rows of single tokens.
-        Step("combine", combine, (*states, "positions", "out"), ("out",), {"out": (T * H * D,)}),
+        # Over the zeros that the tiles left in the rows of single tokens, as the merge does.
+        Step("decode", decode, (*read, "out"), ("out", *states), {**caches, **dict.fromkeys(("q", "out"), (T * H, D))}),
+        *merging,
     )
     return Program(buffers, operands, ("out",), steps)
 
 
 def _parts(T: int, H: int, K: int, D: int, singles: int, splits: int, scratch_bytes: int) -> Parts:
-    by_split = Parts(T, H, K, D, singles * splits, whole=False)
-    if 4 * by_split.acc[0] * by_split.acc[1] <= scratch_bytes:
+    by_split = Parts(T, H, K, D, singles, splits, whole=False)
+    if splits > 1 and by_split.most < MOST_PARTS and 4 * by_split.acc[0] * by_split.acc[1] <= scratch_bytes:
         return by_split
-    return Parts(T, H, K, D, singles, whole=True)
+    return Parts(T, H, K, D, singles, splits, whole=True)

@@ -1,8 +1,7 @@
 """Attention for single query tokens over paged keys on sm90: blocks that stay take one split of one key head each."""
 
 # Dimension letters: T tokens, H query heads, K key heads, G query heads of a key head, D head size, E head size padded
-# to whole warpgroups, R rows of a warpgroup (the first G are query heads, the others idle), B positions of a block,
-# L tokens looked up at once.
+# to whole warpgroups, R rows of a warpgroup (the first G are query heads, the others idle), B positions of a block.
 #
 # A part is one split of one single token, or the whole token; an item is one key head of a part. Parts are numbered
 # in the order of tokens and splits, items likewise, and item i belongs to block i modulo the grid: the work is spread
@@ -10,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -20,15 +20,14 @@ from jax import lax
 
 from pallas_kernels.attention import hopper_softmax as softmax
 from pallas_kernels.attention.hopper_parts import Parts
+from pallas_kernels.attention.hopper_singles import Singles
+from pallas_kernels.attention.hopper_singles import scratch as singles_scratch
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
 from pallas_kernels.attention.hopper_source import Paged, zero_rows
-from pallas_kernels.hopper_tools import chained_kernel, drain, swizzled
+from pallas_kernels.hopper_tools import drain, early_kernel, swizzled
 
-#: Beyond every part's number.
-NONE = 2**30
-#: TMA copies at most so many elements along a dimension.
-COPIED = 256
-#: The numbers that describe an item to the warpgroup that computes it, with room to a multiple of 16 bytes.
+#: The numbers that describe an item to the warpgroup that computes it, with room to a multiple of 16 bytes. The first
+#: is the row of ``out`` where the token has no other part, else the item's own number.
 PLAN = 4
 
 
@@ -41,17 +40,18 @@ def decode_attention(
     stages: int = 2,
     staged_weights: bool = False,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The kernel ``(q [T*H, D], k, v, positions [T], owners [T], block_table) -> (acc, stats, first_part)``.
+    """``(q [T*H, D], k, v, positions [T], owners [T], block_table, out [T*H, D]) -> (out[, acc, stats, merges])``.
 
-    Its results are the states of all parts of tokens that are the only ones of their requests in the batch, in the
-    shapes that ``parts`` names; `combine_parts` merges them. ``blocks`` is the size of the grid and moves no bit.
+    The kernel takes the tokens that are the only ones of their requests in the batch. Those of one part it finishes in
+    place in ``out``; other rows it leaves alone. Unless parts are whole tokens, its further results are the states of
+    the others' parts, in the shapes that ``parts`` names, which `combine_parts` merges. ``blocks`` is the size of the
+    grid and moves no bit. The launch before must have none of these operands for its result but ``out``.
     """
-    T, H, K, G, L = parts.T, parts.H, parts.K, parts.G, parts.L
+    T, H, K, G = parts.T, parts.H, parts.K, parts.G
     D, B = schedule.D, schedule.block
     if G > ROWS:
         raise ValueError(f"{G} query heads share a key head; at most {ROWS} fit a warpgroup")
     split_blocks = schedule.split // B
-    tokens = min(T, L)
     # Items whose queries and plans wait for the computing warpgroup.
     ahead = 2
     if D > 128:
@@ -60,33 +60,24 @@ def decode_attention(
     # TMA fills what is beyond the last row with zeros; a tile of shared memory has 8 rows.
     query_rows = 8 if G <= 8 else ROWS
 
-    def kernel(*refs: jax.Ref) -> None:
+    def kernel(wait: Callable[[], None], *refs: jax.Ref) -> None:
         names = iter(refs)
         q_RD, k_C, v_C, positions_T, owners_T, table = (next(names) for _ in range(6))
-        acc, stats, first_part_T = (next(names) for _ in range(3))
-        q_plain, q_smem, k_smem, v_smem, acc_smem, stats_smem = (next(names) for _ in range(6))
-        lookup, neighbours, sums, plan = (next(names) for _ in range(4))
-        looked, q_full, k_full, v_full, k_empty, v_empty, planned, taken = (next(names) for _ in range(8))
+        # The result as an operand: it is the same memory.
+        next(names)
+        out_RD = next(names)
+        acc, stats, merges = (None if parts.whole else next(names) for _ in range(3))
+        q_plain, q_smem, k_smem, v_smem, results = (next(names) for _ in range(5))
+        out_smem, (acc_smem, stats_smem) = (results, (None, None)) if parts.whole else results
+        found = [next(names) for _ in range(4)]
+        plan, q_full, k_full, v_full, k_empty, v_empty, planned, taken = (next(names) for _ in range(8))
         staged = next(names, None)
         warpgroup, grid_block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
         @pl.when(warpgroup == 1)
         def _load() -> None:
-            lane = plgpu.Layout.WG_STRIDED((L,), vec_size=1)
-            index = plgpu.broadcasted_iota(jnp.int32, (L,), 0, layout=lane)
-            sums[pl.ds(0, L)] = jnp.where(index < 0, index, 0)
-
-            def inclusive_sums(count: jax.Array) -> jax.Array:
-                """Running sums over the chunk's tokens; they stay in the upper half of ``sums``, below it are zeros."""
-                sums[pl.ds(L, L)] = total = count
-                plgpu.commit_smem()
-                for shift in (1 << step for step in range((tokens - 1).bit_length())):
-                    total = total + plgpu.load(sums.at[pl.ds(L - shift, L)], layout=lane)
-                    # Everyone has to have read before anyone writes the next sums.
-                    plgpu.commit_smem()
-                    sums[pl.ds(L, L)] = total
-                    plgpu.commit_smem()
-                return total
+            singles = Singles(parts, schedule.split, positions_T, owners_T, *found)
+            singles.prepare()
 
             def publish(made: jax.Array, *what: jax.Array) -> jax.Array:
                 slot = lax.rem(made, jnp.int32(ahead))
@@ -114,62 +105,73 @@ def decode_attention(
                     source.load(cache, rows, pl.ds(key_head * D, D), into.at[slot], full.at[slot])
                 return done + 1
 
-            def one_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                number, before, made, done = carry
-                first_token = chunk * L
-                # What the earlier tokens' loop read has to be read before the next ones come.
-                plgpu.commit_smem()
-                for start in range(0, L, COPIED):
-                    for row, source_T in enumerate((positions_T, owners_T)):
-                        into = lookup.at[row, pl.ds(start, min(L, COPIED))]
-                        plgpu.copy_gmem_to_smem(source_T.at[pl.ds(first_token + start, min(L, COPIED))], into, looked)
-                plgpu.barrier_wait(looked)
-                position, owner = (plgpu.load(lookup.at[row], layout=lane) for row in range(2))
-                neighbours[pl.ds(1, L)] = owner
-                neighbours[0] = owners_T[jnp.maximum(first_token - 1, 0)]
-                neighbours[L + 1] = owners_T[jnp.minimum(first_token + L, T - 1)]
-                plgpu.commit_smem()
-                prior, after = (plgpu.load(neighbours.at[pl.ds(at, L)], layout=lane) for at in (0, 2))
-                starts = (index + first_token == 0) | (prior != owner)
-                ends = (index + first_token == T - 1) | (after != owner)
-                single = (owner >= 0) & (index + first_token < T) & starts & ends
-                each = 1 if parts.whole else lax.div(position, jnp.full((), schedule.split, jnp.int32)) + 1
-                count = jnp.where(single, each, 0)
-                first = inclusive_sums(count) - count
-                total = sums[L + tokens - 1]
-
-                @pl.when(grid_block == 0)
-                def _() -> None:
-                    first_part_T[pl.ds(first_token, L)] = jnp.where(count > 0, first + before, -1)
-
-                first = jnp.where(count > 0, first, NONE)
+            def chunk_items(
+                chunk: jax.Array,
+                count: jax.Array,
+                number: jax.Array,
+                before: jax.Array,
+                several: jax.Array,
+                *rest: jax.Array,
+            ) -> tuple[jax.Array, ...]:
+                tokens = singles.number(chunk, count)
 
                 def one_item(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     number, made, done = carry
                     part = lax.div(number, jnp.int32(K))
                     key_head = number - part * K
-                    at = jnp.max(jnp.where(first <= part - before, index, 0))
-                    last, owner = lookup[0, at], lookup[1, at]
-                    end_block = lax.div(last, jnp.int32(B)) + 1
-                    first_block = jnp.int32(0)
+                    at = tokens.holds(part - before)
+                    token, (last, owner) = tokens.first_token + at, singles.token(chunk, at)
+                    first_block, end_block = jnp.int32(0), lax.div(last, jnp.int32(B)) + 1
+                    goes_to = row = token * H + key_head * G
                     if not parts.whole:
-                        first_block = (part - before - sums[L - 1 + at]) * split_blocks
+                        earlier, rank = singles.before(at)
+                        splits = lax.div(end_block - 1, jnp.int32(split_blocks)) + 1
+                        goes_to = jnp.where(splits > 1, number, row)
+                        first_block = (part - before - earlier) * split_blocks
                         end_block = jnp.minimum(first_block + split_blocks, end_block)
-                    slot = publish(made, number, first_block, end_block, last)
-                    rows = pl.ds((first_token + at) * H + key_head * G, query_rows)
-                    plgpu.copy_gmem_to_smem(q_RD.at[rows], q_plain.at[slot, pl.ds(0, query_rows)], q_full.at[slot])
+
+                        @pl.when((splits > 1) & (first_block == 0) & (key_head == 0))
+                        def _() -> None:
+                            for place, value in enumerate((token, part, splits)):
+                                merges[several + rank + 1, place] = value
+
+                    slot = publish(made, goes_to, first_block, end_block, last)
+                    q_rows = q_RD.at[pl.ds(row, query_rows)]
+                    plgpu.copy_gmem_to_smem(q_rows, q_plain.at[slot, pl.ds(0, query_rows)], q_full.at[slot])
                     done = lax.fori_loop(
                         first_block, end_block, lambda b, d: load_block(b, d, owner, last, key_head), done
                     )
                     return number + blocks, made + 1, done
 
-                before_end = (before + total) * K
-                carry = (number, made, done)
-                number, made, done = lax.while_loop(lambda carry: carry[0] < before_end, one_item, carry)
-                return number, before + total, made, done
+                before_end = (before + tokens.parts) * K
+                carry = lax.while_loop(lambda carry: carry[0] < before_end, one_item, (number, *rest))
+                return carry[0], before + tokens.parts, several + tokens.several, *carry[1:]
+
+            def one_chunk(chunk: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                prior, after, *counters = carry
+                # What the earlier chunk's loop read has to be read before the next one comes over it.
+                plgpu.commit_smem()
+                singles.start(chunk + 1)
+                # Read long before it is needed.
+                next_after = singles.next_owner(chunk + 1)
+                count = singles.counts(chunk, prior, after)
+                work = functools.partial(chunk_items, chunk, count, *counters)
+                if singles.chunks == 1:
+                    counters = work()
+                else:
+                    # A step of long prompts has none of these tokens in most chunks.
+                    counters = lax.cond(jnp.max(count) > 0, work, lambda: tuple(counters))
+                return singles.last_owner(chunk), next_after, *counters
 
             zero = jnp.int32(0)
-            _, _, made, done = lax.fori_loop(0, pl.cdiv(T, L), one_chunk, (grid_block, zero, zero, zero))
+            carry = (zero, singles.next_owner(zero), grid_block, zero, zero, zero, zero)
+            *_, several, made, done = lax.fori_loop(0, singles.chunks, one_chunk, carry)
+            if not parts.whole:
+
+                @pl.when(grid_block == 0)
+                def _() -> None:
+                    merges[0, 0] = several
+
             publish(made, jnp.int32(-1), zero, zero, zero)
             drain(taken, ahead, made + 1)
             drain(k_empty, stages, done)
@@ -177,6 +179,8 @@ def decode_attention(
 
         @pl.when(warpgroup == 0)
         def _compute() -> None:
+            # The launch before only writes `out`, so tokens are looked up and keys loaded meanwhile.
+            wait()
             nothing = softmax.empty_state(D)
 
             def planned_item(made: jax.Array) -> tuple[jax.Array, ...]:
@@ -223,8 +227,21 @@ def decode_attention(
                 done, *total = lax.fori_loop(0, splits, add, (done, *nothing))
                 return done, State(*total)
 
+            def finish(state: State, row: jax.Array) -> None:
+                out_smem[...] = softmax.finish(state.sum_R, state.acc_RD)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, G)], out_RD.at[pl.ds(row, G)])
+
+            def keep(state: State, item: jax.Array) -> None:
+                acc_smem[...] = state.acc_RD
+                stats_smem[0] = state.max_R
+                stats_smem[1] = state.sum_R
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, G)], acc.at[pl.ds(item * G, G), pl.ds(0, D)])
+                plgpu.copy_smem_to_gmem(stats_smem, stats.at[item])
+
             def one_item(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                slot, number, first, end, last, made, done = carry
+                slot, goes_to, first, end, last, made, done = carry
                 plgpu.barrier_wait(q_full.at[slot])
                 # A copy into wgmma's swizzled layout would have to start at a multiple of 8 heads.
                 q_smem[...] = plgpu.load(q_plain.at[slot], layout=softmax.WGMMA, optimized=False)
@@ -232,13 +249,13 @@ def decode_attention(
                 plgpu.barrier_arrive(taken.at[slot])
                 done, state = all_splits(end, last, done) if parts.whole else one_split(first, end, last, done)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                acc_smem[...] = state.acc_RD
-                stats_smem[0] = state.max_R
-                stats_smem[1] = state.sum_R
-                plgpu.commit_smem()
-                rows = pl.ds(number * G, G)
-                plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, G)], acc.at[rows, pl.ds(0, D)])
-                plgpu.copy_smem_to_gmem(stats_smem, stats.at[number])
+                if parts.whole:
+                    finish(state, goes_to)
+                else:
+                    # Joined to the empty state, the state of an only part stays as it is.
+                    only = (first == 0) & (end * B > last)
+                    pl.when(only)(lambda: finish(state, goes_to))
+                    pl.when(jnp.logical_not(only))(lambda: keep(state, goes_to))
                 return *planned_item(made + 1), made + 1, done
 
             zero = jnp.int32(0)
@@ -249,13 +266,17 @@ def decode_attention(
 
     layout = swizzled(D)
     staging = (plgpu.SMEM((ROWS, B), jnp.bfloat16, transforms=swizzled(B)),) if staged_weights else ()
-    return chained_kernel(
+    states = (
+        jax.ShapeDtypeStruct(parts.acc, jnp.float32),
+        jax.ShapeDtypeStruct(parts.stats, jnp.float32),
+        jax.ShapeDtypeStruct(parts.merges, jnp.int32),
+    )
+    # An item has either of them, so they share their memory.
+    finished = plgpu.SMEM((ROWS, D), jnp.bfloat16)
+    state = (plgpu.SMEM((ROWS, D), jnp.float32), plgpu.SMEM((2, ROWS), jnp.float32))
+    return early_kernel(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(parts.acc, jnp.float32),
-            jax.ShapeDtypeStruct(parts.stats, jnp.float32),
-            jax.ShapeDtypeStruct(parts.first_part, jnp.int32),
-        ),
+        out_type=(jax.ShapeDtypeStruct((T * H, D), jnp.bfloat16), *(() if parts.whole else states)),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=2,
@@ -267,13 +288,9 @@ def decode_attention(
             plgpu.SMEM((ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
-            plgpu.SMEM((ROWS, D), jnp.float32),
-            plgpu.SMEM((2, ROWS), jnp.float32),
-            plgpu.SMEM((2, L), jnp.int32),
-            plgpu.SMEM((L + 16,), jnp.int32),
-            plgpu.SMEM((2 * L,), jnp.int32),
+            finished if parts.whole else plgpu.RefUnion(finished, state),
+            *singles_scratch(parts.L),
             plgpu.SMEM((ahead * PLAN,), jnp.int32),
-            plgpu.Barrier(num_arrivals=2 * pl.cdiv(L, COPIED)),
             plgpu.Barrier(num_barriers=ahead),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),

@@ -15,24 +15,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import hopper_softmax as softmax
-from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
+from pallas_kernels.attention.hopper_softmax import ROWS, State
 from pallas_kernels.hopper_tools import chained_kernel
+
+#: More parts than a batch may have.
+MOST_PARTS = 2**21
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """How the work on single tokens is cut, and the memory that its states take.
 
-    ``most`` parts can exist at once. With ``whole`` a part is a whole token, whose splits merge in registers in the
-    declared order; otherwise it is one split.
+    At most ``singles`` tokens of a batch are the only ones of their requests, with at most ``splits`` splits each. With
+    ``whole`` a part is a whole token, whose splits merge in registers in the declared order, and there are no states;
+    otherwise it is one split, and states are of tokens that have several.
     """
 
     T: int
     H: int
     K: int
     D: int
-    most: int
+    singles: int
+    splits: int
     whole: bool
+
+    @property
+    def most(self) -> int:
+        """Parts that can exist at once."""
+        return self.singles * (1 if self.whole else self.splits)
 
     @property
     def G(self) -> int:
@@ -59,16 +69,16 @@ class Parts:
         return self.most * self.K, 2, ROWS
 
     @property
-    def first_part(self) -> tuple[int]:
-        """Shape of the number of each token's first part, int32; -1 where the token is not single."""
-        return (pl.cdiv(self.T, self.L) * self.L,)
+    def merges(self) -> tuple[int, int]:
+        """Shape of what is to merge, int32: in the first row how many tokens, then token, first part, parts of each."""
+        return self.singles + 1, 3
 
 
-def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """The kernel ``(acc, stats, first_part, positions [T], out [T*H*D]) -> out``, which it writes in place.
+def combine_parts(parts: Parts, *, heads: int) -> Callable[..., tuple[jax.Array, ...]]:
+    """The kernel ``(acc, stats, merges, out [T*H*D]) -> out``, which it writes in place.
 
-    Merges the parts of each single token in ascending order; other tokens' rows it leaves alone. A block takes
-    ``heads`` neighbouring query heads, which moves no bit.
+    Merges the parts of each token that ``merges`` names in ascending order; other tokens' rows it leaves alone. A block
+    takes ``heads`` neighbouring query heads, which moves no bit.
     """
     T, H, K, G, D, E = parts.T, parts.H, parts.K, parts.G, parts.D, parts.E
     # Parts whose loads are under way at once, so that their latencies overlap: more where few blocks share the card.
@@ -81,16 +91,16 @@ def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[.
     def kernel(
         acc: jax.Ref,
         stats: jax.Ref,
-        first_part_T: jax.Ref,
-        positions_T: jax.Ref,
+        merges: jax.Ref,
         out_before: jax.Ref,
         out_C: jax.Ref,
         out_smem: jax.Ref,
     ) -> None:
         # The result as an operand: it is the same memory.
         del out_before
-        token, first_head = lax.axis_index("token"), lax.axis_index("heads") * heads
-        first_part, position = first_part_T[token], positions_T[token]
+        number, first_head = lax.axis_index("number"), lax.axis_index("heads") * heads
+        count = merges[0, 0]
+        token, first_part, used = (merges[number + 1, place] for place in range(3))
 
         def load(part: jax.Array, head: jax.Array) -> State:
             # A thread takes a column; a row's maximum and sum are in every thread.
@@ -99,10 +109,8 @@ def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[.
             values = plgpu.load(acc.at[part * H + head], layout=column)
             return State(everywhere(stats[item, 0, row]), everywhere(stats[item, 1, row]), values)
 
-        @pl.when(first_part >= 0)
+        @pl.when(number < count)
         def _() -> None:
-            used = jnp.int32(1) if parts.whole else lax.div(position, jnp.int32(schedule.split)) + 1
-
             def some_parts(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 places = [number * at_once + offset for offset in range(at_once)]
                 found = [
@@ -131,8 +139,8 @@ def combine_parts(parts: Parts, schedule: Schedule, *, heads: int) -> Callable[.
     return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * H * D,), jnp.bfloat16),),
-        grid=(H // heads, T),
-        grid_names=("heads", "token"),
+        grid=(H // heads, parts.singles),
+        grid_names=("heads", "number"),
         kernel_name="isojax_attention_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=(plgpu.SMEM((heads * E,), jnp.bfloat16),),

@@ -35,7 +35,7 @@ def tiled_attention(
 
     ``owners`` says whose token a row is: with packed keys the segment id, else the request; below zero it is padding,
     which attends to nothing and gives zeros. A sequence's tokens are contiguous in the batch. Without ``single_tokens``
-    sequences that have only one token in the batch are left at zero: another kernel takes them.
+    another kernel takes sequences that have only one token in the batch: their rows are zero here, or not written.
 
     Up to a head size of 128 a block has two warpgroups of 64 tokens, which take turns: one's softmax runs under the
     other's products. A third loads. The tiles with the most keys, the last ones, start first.
@@ -49,6 +49,10 @@ def tiled_attention(
     group = H // K
     paged = isinstance(source, Paged)
     split_blocks = schedule.split // B
+
+    def blocks_of(last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How many blocks a sequence up to position ``last`` has, and how many of them it fills."""
+        return lax.div(last, jnp.int32(B)) + 1, lax.div(last + 1, jnp.int32(B))
 
     def kernel(*refs: jax.Ref) -> None:
         names = iter(refs)
@@ -65,10 +69,9 @@ def tiled_attention(
         @pl.when(warpgroup == consumers)
         def _load() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            plgpu.copy_gmem_to_smem(positions_T.at[pl.ds(first_token, LOOKUP)], lookup.at[0], looked)
-            plgpu.copy_gmem_to_smem(owners_T.at[pl.ds(first_token, LOOKUP)], lookup.at[1], looked)
-            plgpu.barrier_wait(looked)
-            sequences = find_sequences(lookup, notes, owners_T, first_token, tile, single_tokens)
+            found = (positions_T, owners_T, lookup, looked, notes)
+            sequences = find_sequences(*found, first_token, tile, single_tokens)
+            padding = sequences.padding()
 
             def one_head(member: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 columns = pl.ds(lax.div(first_head + member, jnp.int32(group)) * D, D)
@@ -76,8 +79,9 @@ def tiled_attention(
                 def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     number, owner, done = carry
                     last, first_row = sequences.last_position(owner), sequences.first_row(owner)
-                    plan.publish(number, owner, last, first_row)
-                    blocks = lax.div(last, jnp.int32(B)) + 1
+                    following = sequences.after(owner)
+                    plan.publish(number, owner, last, first_row, following)
+                    blocks, full_blocks = blocks_of(last)
 
                     def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
                         slot = lax.rem(done, jnp.int32(stages))
@@ -93,11 +97,11 @@ def tiled_attention(
                         def _() -> None:
                             plgpu.barrier_wait(v_empty.at[slot])
 
-                        @pl.when(block < blocks - 1)
+                        @pl.when(block < full_blocks)
                         def _() -> None:
                             source.load(v_C, rows, columns, v_smem.at[slot], v_full.at[slot])
 
-                        @pl.when(block == blocks - 1)
+                        @pl.when(block >= full_blocks)
                         def _() -> None:
                             source.load(v_C, rows, columns, v_smem.at[slot], v_dirty)
                             plgpu.barrier_wait(v_dirty)
@@ -107,12 +111,12 @@ def tiled_attention(
                         return done + 1
 
                     done = lax.fori_loop(0, blocks, one_block, done)
-                    return number + 1, sequences.after(owner), done
+                    return number + 1, following, done
 
                 number, done = carry
                 start = (number, sequences.after(-1), done)
                 number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
-                plan.publish(number, NONE, 0, 0)
+                plan.publish(number, NONE, padding)
                 return number + 1, done
 
             _, done = lax.fori_loop(0, bundle, one_head, (jnp.int32(0), jnp.int32(0)))
@@ -129,11 +133,14 @@ def tiled_attention(
             first_row = pl.multiple_of(warpgroup * ROWS, ROWS)
             last_row = first_row + ROWS - 1
             rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
+            nothing = softmax.empty_state(D)
+            # What a tile without sequences leaves, while it is looked up whether it is one.
+            q_RD[...] = nothing.acc_RD.astype(jnp.bfloat16)
+            plgpu.commit_smem()
             plgpu.barrier_wait(looked)
             position_R = plgpu.load(lookup.at[0, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             owner_R = plgpu.load(lookup.at[1, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
             inside = first_token + last_row < T
-            nothing = softmax.empty_state(D)
             if consumers > 1:
                 pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
@@ -146,12 +153,13 @@ def tiled_attention(
                     plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
             def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                owner, last, misaligned, done, joined, max_R, sum_R = carry
-                blocks = lax.div(last, jnp.int32(B)) + 1
+                owner, last, misaligned, ends, done, joined, max_R, sum_R = carry
+                blocks, full_blocks = blocks_of(last)
                 limit_R = jnp.where(owner_R == owner, position_R, -1)
                 # Where all rows are of this sequence, the blocks before the first row's own need no mask.
                 alone = inside & (lookup[1, first_row] == owner) & (lookup[1, last_row] == owner)
                 unmasked = jnp.where(alone, lax.div(lookup[0, first_row] + 1, jnp.int32(B)), 0)
+                splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
 
                 def one_block(block: jax.Array, state: State, masked: bool) -> State:
                     slot = lax.rem(done + block, jnp.int32(stages))
@@ -170,11 +178,11 @@ def tiled_attention(
                         raw_RB = jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
                     state, weights = softmax.weigh(state, raw_RB, schedule.exponent_scale)
 
-                    @pl.when(block < blocks - 1)
+                    @pl.when(block < full_blocks)
                     def _() -> None:
                         plgpu.barrier_wait(v_full.at[slot])
 
-                    @pl.when(block == blocks - 1)
+                    @pl.when(block >= full_blocks)
                     def _() -> None:
                         plgpu.barrier_wait(v_clean.at[slot])
 
@@ -193,24 +201,29 @@ def tiled_attention(
                     part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), nothing)
                     part = lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part)
                     max_R, sum_R, rule = softmax.merge_sums(*sums, part)
+                    if not paged:
+                        # Such a copy has read other rows. NaN is refused downstream; a wrong number would not be.
+                        sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
+
+                    def join() -> jax.Array:
+                        return rule.values(plgpu.load(total_RD, layout=softmax.WGMMA), part.acc_RD)
+
                     # Joined to the empty state, a state stays as it is.
-                    fresh = joined + number == 0
+                    values_RD = lax.cond(joined + number == 0, lambda: part.acc_RD, join)
+                    over = (ends > 0) & (number == splits - 1)
 
-                    @pl.when(fresh)
+                    @pl.when(over)
                     def _() -> None:
-                        total_RD[...] = part.acc_RD
+                        # The last product with the queries is done.
+                        q_RD[...] = softmax.finish(sum_R, values_RD)
 
-                    @pl.when(jnp.logical_not(fresh))
+                    @pl.when(jnp.logical_not(over))
                     def _() -> None:
-                        total_RD[...] = rule.values(plgpu.load(total_RD, layout=softmax.WGMMA), part.acc_RD)
+                        total_RD[...] = values_RD
 
                     return max_R, sum_R
 
-                splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
                 max_R, sum_R = lax.fori_loop(0, splits, one_split, (max_R, sum_R))
-                if not paged:
-                    # Such a copy would have read other rows. NaN is refused downstream; a wrong number would not be.
-                    sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
                 return *plan.take(), done + blocks, joined + splits, max_R, sum_R
 
             def one_head(member: jax.Array, done: jax.Array) -> jax.Array:
@@ -224,19 +237,19 @@ def tiled_attention(
                     carry = (*first_sequence, done, jnp.int32(0), nothing.max_R, nothing.sum_R)
                     carry = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
                     give_turn()
-                    _, _, _, blocks_done, _, _, sum_R = carry
-                    q_RD[...] = softmax.finish(sum_R, plgpu.load(total_RD, layout=softmax.WGMMA))
-                    return blocks_done
+                    return carry[4]
 
-                def leave() -> jax.Array:
-                    q_RD[...] = nothing.acc_RD.astype(jnp.bfloat16)
-                    return done
+                some, padding = first_sequence[0] < NONE, first_sequence[1]
+                done = lax.cond(some, attend, lambda: done)
 
-                done = lax.cond(first_sequence[0] < NONE, attend, leave)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, columns])
-                # The results may still be on their way to memory when the block ends.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                # Single tokens' rows are another kernel's, so without padding there may be nothing to write.
+                @pl.when(some | (padding > 0))
+                def _() -> None:
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, columns])
+                    # The results may still be on their way to memory when the block ends.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
                 return done
 
             lax.fori_loop(0, bundle, one_head, jnp.int32(0))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 
 from pallas_kernels.hopper_tools import sm_count
@@ -18,19 +19,23 @@ Tile = ClusterTile | LargeTile | SmallTile
 SMALL_TOKENS = 64
 #: Columns of a warpgroup's tile whose sums fit registers and shared memory, by leaves.
 WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
+#: Both products of a gated tile, whose sums are combined beside each other in the registers.
+WIDEST_GATED = 192
 COLUMNS = (48, 64, 96, 128, 192, 256)
 #: An H200 as the estimate sees it: operations and bytes a microsecond of one multiprocessor, bytes of the memory.
 OPERATIONS, INTAKE, MEMORY = 5.6e6, 1.0e5, 4.0e6
+#: How much faster a tile of 256 rows is than one of 128.
+TALL = 1.06
 #: Microseconds to start, to fold a leaf, and to exchange a cluster's sums at 128 columns.
 START, FOLD, EXCHANGE = 2.0, 0.2, 4.3
 
 
 def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile:
     """The tile for these shapes. within: columns that must be whole tiles, as where a bias is read along them."""
-    depth = next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
+    depth = _depth(K, leaves)
     if T <= SMALL_TOKENS:
         # At the fewest tokens too few blocks stream the weights: then two blocks share the leaves of a row.
-        if leaves > 1 and T <= 32:
+        if leaves > 1 and T <= 16:
             wide = N > 4096 and within % 128 == 0
             return SmallTile(warpgroups=2 if wide else 1, depth=depth, stages=4, parallel=2)
         return SmallTile(depth=depth, stages=6)
@@ -41,10 +46,39 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     return min(candidates, key=lambda tile: estimate(tile, T, N, K, leaves))
 
 
+def choose_gated_tile(T: int, I: int, K: int) -> LargeTile:  # noqa: E741
+    """The tile for two matrices of I columns whose products meet in a warpgroup, half of its columns each."""
+    # Both halves in every warpgroup, side by side along rows, and each written in pieces of at least 16 columns.
+    candidates = [
+        tile
+        for tile in _candidates(1, min(_depth(K, 1), 64))
+        if isinstance(tile, LargeTile) and tile.columns % 32 == 0 and tile.columns <= WIDEST_GATED
+    ]
+    return min(candidates, key=lambda tile: (estimate(tile, T, 2 * I, K, 1), -tile.columns))
+
+
+def read_tile(text: str) -> Tile:
+    """The tile that a result file names by its repr; fields that came later have their defaults."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Name)
+    forms = {form.__name__: form for form in (ClusterTile, LargeTile, SmallTile)}
+    fields = {str(field.arg): ast.literal_eval(field.value) for field in call.keywords}
+    return forms[call.func.id](**fields)
+
+
+def _depth(K: int, leaves: int) -> int:
+    """Columns of one step: as many as divide a leaf."""
+    return next(depth for depth in (128, 64, 32, 16) if K % (leaves * depth) == 0 or depth == 16)
+
+
 def _candidates(leaves: int, depth: int) -> Iterator[LargeTile | ClusterTile]:
     for columns in COLUMNS:
         if columns <= WIDEST[leaves]:
             yield LargeTile(columns=columns, depth=depth)
+    if leaves == 1:
+        # As wide as the registers allow: for as many tokens, less is read for as much work.
+        yield LargeTile(rows=128, columns=192, depth=depth)
     if leaves > 1:
         for columns in (64, 128):
             yield ClusterTile(columns=columns, depth=depth)
@@ -58,8 +92,8 @@ def estimate(tile: LargeTile | ClusterTile, T: int, N: int, K: int, leaves: int)
     """
     rows, columns = tile.block_rows, tile.block_columns
     tiles = -(-T // rows) * -(-N // columns)
-    # Wider tiles keep the tensor cores busier.
-    speed = OPERATIONS * columns / (columns + 16)
+    # Wider tiles keep the tensor cores busier, and so do taller ones.
+    speed = OPERATIONS * columns / (columns + 16) * (TALL if rows > 128 else 1)
     each = max(2 * rows * columns * K / speed, 2 * (rows + columns) * K / INTAKE) + FOLD * leaves
     blocks = sm_count()
     if isinstance(tile, ClusterTile):

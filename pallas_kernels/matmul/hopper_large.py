@@ -18,6 +18,8 @@ from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, f
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
+CONSUMERS = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class LargeTile:
@@ -45,9 +47,6 @@ class LargeTile:
     @property
     def block_columns(self) -> int:
         return self.columns * (2 if self.split == "columns" else 1)
-
-
-CONSUMERS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +82,14 @@ def large_matmul(
     tile: LargeTile,
     weight_parts: int = 1,
     epilogue: Epilogue | None = None,
+    combine: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(x [T, K], w [N, K][, bias [N]]) -> out [T, N]`` for bfloat16 operands.
 
     K is cut into ``leaves`` leaves, each one wgmma chain from zero, folded depth first as the declared tree. With an
     ``epilogue`` the kernel is ``(x, w, *operands) -> results`` and no tile is written. With two ``weight_parts`` the
-    weights are two operands, as `hopper_weights` makes them.
+    weights are two operands, as `hopper_weights` makes them. With ``combine`` the weights are two matrices below each
+    other, [2 * N, K], and the result is ``combine`` of both products, float32 in and out, elementwise.
     Raises ValueError where K does not divide into whole steps of every leaf.
     """
     if N % 64:
@@ -97,13 +98,18 @@ def large_matmul(
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
     if bias and N % tile.block_columns:
         raise ValueError(f"N={N} is not a multiple of {tile.block_columns}, and the bias is read in whole tiles")
-    row_tiles = pl.cdiv(T, tile.block_rows * tile.cluster)
-    column_tiles = pl.cdiv(N, tile.block_columns)
+    if combine and (tile.split != "rows" or epilogue or bias):
+        raise ValueError("two products meet in one warpgroup's tile, and nothing else is done with them")
+    halves = 2 if combine else 1
+    # Columns of the result: with two products a tile's other half is the second one's.
+    width = tile.block_columns // halves
+    row_tiles, column_tiles = pl.cdiv(T, tile.block_rows * tile.cluster), pl.cdiv(N, width)
     leaf_steps = K // (leaves * tile.depth)
     steps = leaf_steps * leaves
     # The result leaves through shared memory in pieces of 64 rows and 128 bytes, two in flight where they fit.
     widest = 128 // jnp.dtype(out_dtype).itemsize
-    piece = next(width for width in (widest, widest // 2, widest // 4) if tile.columns % width == 0)
+    out_columns = tile.columns // halves
+    piece = next(size for size in (widest, widest // 2, widest // 4) if out_columns % size == 0)
     stage_bytes = 2 * tile.depth * (tile.block_rows + tile.block_columns)
     # Sums that do not fit the registers wait in shared memory, a level of the tree each.
     stashes = max(0, leaves.bit_length() - tile.run.bit_length())
@@ -125,7 +131,7 @@ def large_matmul(
 
         def tile_origin(index: jax.Array) -> tuple[jax.Array, jax.Array]:
             row, column = tile_order(index, row_tiles, column_tiles, tile.group)
-            return (row * tile.cluster + member) * tile.block_rows, column * tile.block_columns
+            return (row * tile.cluster + member) * tile.block_rows, column * width
 
         @pl.when(warpgroup == CONSUMERS)
         def _load() -> None:
@@ -139,15 +145,16 @@ def large_matmul(
                     along_k = pl.ds(k * tile.depth, tile.depth)
                     rows = pl.ds(row, tile.block_rows)
                     plgpu.copy_gmem_to_smem(x_TK.at[rows, along_k], x_smem.at[slot], full.at[slot])
-                    load_rows(
-                        weights,
-                        column,
-                        tile.block_columns,
-                        along_k,
-                        w_smem.at[slot],
-                        full.at[slot],
-                        collective_axes="member" if tile.cluster > 1 else None,
-                    )
+                    for half in range(halves):
+                        load_rows(
+                            weights,
+                            column + half * N,
+                            width,
+                            along_k,
+                            w_smem.at[slot, pl.ds(half * width, width)],
+                            full.at[slot],
+                            collective_axes="member" if tile.cluster > 1 else None,
+                        )
 
                 return fill(steps, stages, carry, empty, start)
 
@@ -175,6 +182,8 @@ def large_matmul(
                 total = fold_runs(leaf, leaves, (tile.rows, tile.columns), waiting, tile.run)
                 out_row = row + (warpgroup * tile.rows if along_rows else 0)
                 out_column = column + (0 if along_rows else warpgroup * tile.columns)
+                if combine:
+                    total = combine(total[:, :width], total[:, width:])
                 if epilogue is not None:
                     epilogue.consume(total, further, results, out_row, out_column)
                     return carry + steps
@@ -182,7 +191,7 @@ def large_matmul(
                 if bias_N is not None:
                     total = add_bias(total, bias_N, out_column, 1)
                 for number, (r, c) in enumerate(
-                    itertools.product(range(0, tile.rows, 64), range(0, tile.columns, piece))
+                    itertools.product(range(0, tile.rows, 64), range(0, out_columns, piece))
                 ):
                     slot = out_smem.at[warpgroup, number % slots]
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
@@ -205,7 +214,7 @@ def large_matmul(
         plgpu.SMEM((stages, tile.block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((stages, tile.block_columns, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((CONSUMERS, slots, 64, piece), jnp.dtype(out_dtype), transforms=out_layout),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=1 + halves, num_barriers=stages),
         empty,
     ]
     if stashes:
@@ -220,6 +229,6 @@ def large_matmul(
         cluster_names=("member",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        kernel_name="isojax_matmul_large",
+        kernel_name="isojax_gated_matmul_large" if combine else "isojax_matmul_large",
         scratch_types=tuple(scratch),
     )

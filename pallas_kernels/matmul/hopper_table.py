@@ -24,12 +24,12 @@ MEASURED: dict[tuple[int, int, int], dict[int, ClusterTile | LargeTile | SmallTi
         8192: LargeTile(rows=64, columns=128, split="rows", depth=64, stages=10, group=8, cluster=1, run=2),
     },
     (6144, 4096, 1): {
-        1024: LargeTile(rows=64, columns=128, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
+        8192: LargeTile(rows=64, columns=256, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
     },
     (24576, 4096, 1): {
         128: LargeTile(rows=64, columns=96, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
-        256: LargeTile(rows=64, columns=96, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
         512: LargeTile(rows=64, columns=256, split="rows", depth=64, stages=10, group=8, cluster=2, run=4),
+        8192: LargeTile(rows=64, columns=256, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
     },
     (24576, 4096, 4): {
         128: LargeTile(rows=64, columns=96, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
@@ -37,6 +37,6 @@ MEASURED: dict[tuple[int, int, int], dict[int, ClusterTile | LargeTile | SmallTi
     (151936, 4096, 1): {
         128: LargeTile(rows=64, columns=192, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
         256: LargeTile(rows=64, columns=192, split="rows", depth=64, stages=10, group=8, cluster=2, run=4),
-        512: LargeTile(rows=64, columns=192, split="rows", depth=64, stages=10, group=8, cluster=1, run=4),
+        8192: LargeTile(rows=64, columns=256, split="rows", depth=64, stages=10, group=8, cluster=2, run=4),
     },
 }

@@ -17,6 +17,8 @@ from pallas_kernels.program import Buffer, Program, Step
 
 BLOCK = 64
 PIECE = 32
+#: Rows that are stored at once.
+TOGETHER = 8
 
 
 def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: float, heads: int = 1) -> Program:
@@ -70,6 +72,9 @@ def _kernel(
         return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=F % 16 == 0)
 
     paged = rows is not None
+    # A thread stores a column or two of a row. Rows too short for that are copied, one after the other.
+    stored = D % 128 == 0 and T % TOGETHER == 0
+    lanes = plgpu.Layout.WG_STRIDED((D,), vec_size=D // 128) if stored else None
 
     def kernel(qkv_TC: jax.Ref, cos_sin_TD: jax.Ref, *refs: jax.Ref) -> None:
         names = iter(refs)
@@ -115,16 +120,34 @@ def _kernel(
                     row_smem[:, columns] = value_BF[:, start : start + piece]
             plgpu.commit_smem()
 
-            def write_row(row: jax.Array, _: None) -> None:
+            columns = pl.ds(head * D, D)
+
+            def copy_row(row: jax.Array, _: None) -> None:
                 slot = slots_smem[row]
 
                 @pl.when(slot >= 0)
                 def _() -> None:
-                    columns = pl.ds(head * D, D)
                     plgpu.copy_smem_to_gmem(row_smem.at[pl.ds(row, 1)], target.at[pl.ds(slot, 1), columns])
 
-            lax.fori_loop(0, jnp.minimum(BLOCK, T - first_token), write_row, None)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            def store_rows(group: jax.Array, _: None) -> None:
+                # All loads before the first store, so that their latencies overlap.
+                rows = [group * TOGETHER + offset for offset in range(TOGETHER)]
+                slots = [slots_smem[row] for row in rows]
+                values = [plgpu.load(row_smem.at[row], layout=lanes) for row in rows]
+                for slot, value_D in zip(slots, values, strict=True):
+
+                    @pl.when(slot >= 0)
+                    def _(slot: jax.Array = slot, value_D: jax.Array = value_D) -> None:
+                        target[slot, columns] = value_D
+
+            rows = jnp.minimum(BLOCK, T - first_token)
+            if lanes is None:
+                lax.fori_loop(0, rows, copy_row, None)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                lax.fori_loop(0, lax.div(rows, jnp.int32(TOGETHER)), store_rows, None)
+                # Everyone must have read before the next head's rows come.
+                plgpu.commit_smem()
 
         def rotate(weight_D: jax.Ref | None) -> None:
             halves = [load(x_smem.at[half]).astype(jnp.float32) for half in range(2)]

@@ -34,6 +34,7 @@ def sample(region: str, tokens: int = 9, dtype: torch.dtype = torch.bfloat16, se
     softmax = {"scale": 8**-0.5, "split": 512}
     samples = {
         "matmul": Sample((floats(tokens, 16), floats(24, 16), floats(24)), {"leaves": 2, "out_dtype": name_of(dtype)}),
+        "gated_matmul": Sample((floats(tokens, 16), floats(24, 16)), {}),
         "rms_norm": Sample((floats(tokens, 16), floats(16)), {"eps": 1e-5}),
         "add_rms_norm": Sample((floats(tokens, 16), floats(tokens, 16), floats(16)), {"eps": 1e-5}),
         "residual_add": Sample((floats(tokens, 16), floats(tokens, 16)), {}),

@@ -129,7 +129,7 @@ def _single(owners):
 
 
 def _paged_states(program, operands, wanted):
-    q, k_cache, v_cache, positions, owners, table = operands
+    q, k_cache, v_cache, positions, owners, table = operands[:6]
     for row in wanted.nonzero()[:, 0].tolist():
         pages, keys = table[owners[row]].long(), slice(0, int(positions[row]) + 1)
         k, v = (cache[pages].flatten(0, 1)[keys] for cache in (k_cache, v_cache))
@@ -144,31 +144,40 @@ def _tiles(program, *operands):
 
 
 def _decode(program, *operands):
+    out = operands[6].clone()
+    if "acc" not in program.buffers:
+        for row, states in _paged_states(program, operands, _single(operands[4])):
+            out[row] = _merged(states)
+        return (out,)
     acc, stats = (torch.full(program.buffers[name].shape, float("nan")) for name in ("acc", "stats"))
-    first_part = torch.full(program.buffers["first_part"].shape, -1, dtype=torch.int32)
+    merges = torch.zeros(program.buffers["merges"].shape, dtype=torch.int32)
     _, H, D = operands[0].shape
     K = operands[1].shape[2]
     by_part = acc.view(-1, H, acc.shape[1]), stats.view(-1, K, *stats.shape[1:])
     part = 0
     for row, states in _paged_states(program, operands, _single(operands[4])):
-        first_part[row] = part
+        if len(states) == 1:
+            out[row] = _merged(states)
+            part += 1
+            continue
+        merges[0, 0] += 1
+        merges[merges[0, 0]] = torch.tensor([row, part, len(states)])
         for highest, total, values in states:
             by_part[0][part, :, :D] = values
             # Query heads of a key head are the first rows of its statistics.
             by_part[1][part, :, 0, : H // K] = highest.view(K, -1)
             by_part[1][part, :, 1, : H // K] = total.view(K, -1)
             part += 1
-    return acc, stats, first_part
+    return out, acc, stats, merges
 
 
-def _combine(program, acc, stats, first_part, positions, out):
+def _combine(program, acc, stats, merges, out):
     _, H, D = out.shape
     K = H * len(stats) // len(acc)
     acc, stats = acc.view(-1, H, acc.shape[1]), stats.view(-1, K, *stats.shape[1:])
     out = out.clone()
-    for row in (first_part >= 0).nonzero()[:, 0].tolist():
-        used = int(positions[row]) // dict(program.constants)["split"] + 1
-        parts = range(int(first_part[row]), int(first_part[row]) + used)
+    for row, first_part, used in merges[1 : 1 + merges[0, 0]].tolist():
+        parts = range(first_part, first_part + used)
         states = [(*(stats[p, :, kind, : H // K].flatten() for kind in (0, 1)), acc[p, :, :D]) for p in parts]
         out[row] = _merged(states)
     return (out,)

@@ -62,9 +62,9 @@ def test_between_a_cards_regions_nothing_moves(family):
         "isojax::rms_norm": 1,
         "isojax::write_cache": LAYERS,
         "isojax::attend_cache": LAYERS,
-        "isojax::matmul": 4 * LAYERS,
+        "isojax::matmul": 3 * LAYERS,
         "isojax::add_rms_norm": 2 * LAYERS,
-        "isojax::swiglu": LAYERS,
+        "isojax::gated_matmul": LAYERS,
     }
 
 

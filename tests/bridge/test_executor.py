@@ -38,8 +38,8 @@ def test_a_region_that_rounds_otherwise_in_torch_is_named_with_its_layer(both, m
         def one_bit_off(*operands):
             calls.append(region.name)
             results = function(*operands)
-            # The second call of SwiGLU is layer 1's.
-            if region is REGIONS["swiglu"] and calls.count("swiglu") == 2:
+            # The second call is layer 1's.
+            if region is REGIONS["gated_matmul"] and calls.count("gated_matmul") == 2:
                 return tuple(result.at[3, 0].add(2**-6 * (1 + abs(result[3, 0]))) for result in results)
             return results
 
@@ -47,4 +47,4 @@ def test_a_region_that_rounds_otherwise_in_torch_is_named_with_its_layer(both, m
 
     monkeypatch.setattr(torch_ops, "compiled", wrong)
     found = find_parting(trainer, run_graph(Path(), sample.policy, sample.parameters, batch))
-    assert (found.region, found.layer, found.row) == ("swiglu", 1, 3)
+    assert (found.region, found.layer, found.row) == ("gated_matmul", 1, 3)

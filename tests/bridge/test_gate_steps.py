@@ -48,7 +48,7 @@ def _sealed(policy: str) -> Bundle:
     return Bundle(tuple(unlowered_steps(call.region, call.types, dict(call.parameters)) for call in calls), shapes)
 
 
-@pytest.mark.parametrize(("policy", "missing"), [("tiny", {"tail"}), ("small", {}), ("large", {"tail"})])
+@pytest.mark.parametrize(("policy", "missing"), [("tiny", {"tail", "combine"}), ("small", {}), ("large", {"tail"})])
 def test_every_kernel_of_a_sealed_policy_has_a_fault_alone(policy, missing):
     several = set()
     for family in families(_sealed(policy).programs):

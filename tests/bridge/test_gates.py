@@ -6,7 +6,8 @@ import pytest
 import torch
 from gate_samples import SHAPES, bundle, cpu_card, cpu_form
 
-from bridge.gates import sm90_suite
+import pallas_kernels as pk
+from bridge.gates import sm90_suite, trainer
 from bridge.gates.bits import check_all, require_caught, require_equal
 from bridge.gates.families import families, tokens_of
 from bridge.gates.faults import Fault, faults_of, faulty_call
@@ -47,7 +48,7 @@ def _last_bits(result: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "region", "tokens"),
     [
-        ("row_invariance", "swiglu", 8),
+        ("row_invariance", "gated_matmul", 8),
         ("row_invariance", "log_prob_rows", 16),
         ("attention_bindings", "paged_attention", 16),
         ("attention_bindings", "attention", 128),
@@ -60,6 +61,29 @@ def test_the_last_bit_in_one_bucket_fails_the_gate_and_is_named(name, region, to
     with pytest.raises(DifferenceFound, match=f"{name}|packed padding") as failure:
         GATES[name](cpu_card(_lying(region, _last_bits, tokens)))
     assert "differ" in str(failure.value)
+
+
+def _gated_alone(make=cpu_form):
+    card = cpu_card(make)
+    programs = tuple(program for program in card.bundle.programs if program.region == "gated_matmul")
+    return dataclasses.replace(card, bundle=dataclasses.replace(card.bundle, programs=programs))
+
+
+def test_a_region_that_is_others_under_gradients_is_compared_with_them(monkeypatch):
+    def without_a_round(x, w):
+        return pk.cast(pk.swiglu(pk.matmul(x, w, out_dtype="float32")), dtype="bfloat16")
+
+    assert "3 calls of 1 regions" in GATES["trainer_and_engine"](_gated_alone())
+    monkeypatch.setitem(trainer.DIFFERENTIATED, "gated_matmul", without_a_round)
+    with pytest.raises(DifferenceFound, match=r"1 of 3 parts fail: gated_matmul .* under gradients: .* differ"):
+        GATES["trainer_and_engine"](_gated_alone())
+
+
+def test_a_trainers_token_count_must_be_there_to_compare_with():
+    card = _gated_alone()
+    small = tuple(program for program in card.bundle.programs if tokens_of(program) < 128)
+    with pytest.raises(DifferenceFound, match="no token count of a trainer's"):
+        GATES["trainer_and_engine"](dataclasses.replace(card, bundle=dataclasses.replace(card.bundle, programs=small)))
 
 
 @pytest.mark.slow

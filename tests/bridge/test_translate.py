@@ -68,10 +68,10 @@ def test_every_layer_calls_the_same_regions_and_attention_knows_its_layer():
     calls = Counter(names[node.target] for node in graph.nodes if node.target in names)
     assert calls == {
         "rms_norm": 1,
-        "matmul": 4 * LAYERS,
+        "matmul": 3 * LAYERS,
         "qk_norm_rope": LAYERS,
         "attention": LAYERS,
-        "swiglu": LAYERS,
+        "gated_matmul": LAYERS,
         "add_rms_norm": 2 * LAYERS,
     }
     layers = [node.kwargs["layer"] for node in graph.nodes if names.get(node.target) == "attention"]

@@ -88,7 +88,10 @@ class Batch:
             at += count
         sizes = {"pages": max(pages, bound), "page": page, "requests": len(wanted), "request_pages": request_pages}
         program = paged_attention_program(T, self.H, self.K, self.D, **sizes, scale=self.scale, split=SPLIT, **options)
-        out = launcher(compiler, program)(q, *caches, table, owner, position)[0]
+        run = launcher(compiler, program)
+        # The allocator gives the result this memory, so a row that no kernel writes is NaN.
+        torch.full_like(q, float("nan"))
+        out = run(q, *caches, table, owner, position)[0]
         assert bool((out[at:] == 0).all()), "padding is not inert"
         return out
 
@@ -183,6 +186,82 @@ def test_single_tokens_of_every_context_equal_packed(compiler, page):
             found = out[at : at + stop - start]
             assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{options}, {number}, {start} on")
             at += stop - start
+
+
+@pytest.mark.parametrize(("H", "K", "D"), [(1, 1, 64), (9, 1, 128), (64, 1, 80), (64, 1, 128), (128, 2, 256)])
+def test_single_tokens_equal_packed_whatever_heads_share_a_key_head(compiler, H, K, D):
+    """Of one split, which decode finishes itself, and of several, which it leaves to the merge."""
+    lengths = [1, 64, 128, 300, 511, 512, 513, 1025]
+    batch = Batch(lengths, H, K, D)
+    packed = batch.packed(compiler)
+    singles = [(number, length - 1, length) for number, length in enumerate(lengths)]
+    for options in ({}, {"blocks": 2}, {"scratch_bytes": 0}):
+        out = batch.paged(compiler, singles * 3, 16, 32, **options)
+        for row, (number, start, stop) in enumerate(singles * 3):
+            assert_equal_bits(out[row : row + 1], packed[batch.rows(number, start, stop)], f"{options}, {number}")
+
+
+def test_single_tokens_of_contexts_of_one_split_need_no_third_kernel(compiler):
+    lengths = [1, 17, 128, 255, 480]
+    batch = Batch(lengths, 32, 8, 128)
+    packed = batch.packed(compiler)
+    wanted = [(number, length - 1, length) for number, length in enumerate(lengths)] * 3 + [(4, 400, 470)]
+    out = batch.paged(compiler, wanted, 16, 136)
+    at = 0
+    for number, start, stop in wanted:
+        found = out[at : at + stop - start]
+        assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{number}, {start} on")
+        at += stop - start
+
+
+@pytest.mark.parametrize(
+    ("before", "chunk", "after", "T"), [(0, 0, 384, 384), (200, 1200, 40, 1536), (700, 600, 0, 1304)]
+)
+def test_tiles_and_chunks_of_the_lookup_that_hold_only_one_kind_of_token(compiler, before, chunk, after, T):
+    """Tiles of single tokens alone, with and without padding; 512 looked-up tokens without a single one."""
+    lengths = [2000, 1, 130, 512, 600, 1300]
+    batch = Batch(lengths, 16, 4, 128)
+    packed = batch.packed(compiler)
+    singles = [
+        (1 + number % 5, lengths[1 + number % 5] - 1, lengths[1 + number % 5]) for number in range(before + after)
+    ]
+    middle = [(0, 700, 700 + chunk)] if chunk else []
+    wanted = [*singles[:before], *middle, *singles[before:]]
+    for options in ({}, {"scratch_bytes": 0}):
+        out = batch.paged(compiler, wanted, 16, T, **options)
+        at = 0
+        for number, start, stop in wanted:
+            found = out[at : at + stop - start]
+            assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{options}, {number}, {start} on")
+            at += stop - start
+
+
+def test_decode_which_starts_early_sees_what_was_written_just_before(compiler):
+    """Each operand is overwritten by the launch right before the region, queued so that nothing lies between them."""
+    lengths, page, H, K, D = [40, 300, 512, 513, 900, 1300, 17, 129], 16, 32, 8, 128
+    T, per = len(lengths), -(-max(lengths) // page)
+    sizes = {"pages": T * per, "page": page, "requests": T, "request_pages": per}
+    run = launcher(compiler, paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=SPLIT))
+    table = torch.arange(T * per, device="cuda", dtype=torch.int32).view(T, per)
+    owner = torch.arange(T, device="cuda", dtype=torch.int32)
+    position = torch.tensor(lengths, device="cuda", dtype=torch.int32) - 1
+    caches = [normal(T * per, page, K, D, seed=seed) for seed in (0, 1)]
+    versions = [
+        (normal(T, H, D, seed=2 + turn), *(cache.roll(turn, 0) for cache in caches), table.roll(turn, 0), owner, moved)
+        for turn, moved in ((0, position), (1, position.roll(1)), (2, position.roll(3)))
+    ]
+    torch.cuda.synchronize()
+    expected = [run(*operands)[0].clone() for operands in versions]
+    assert not torch.equal(expected[0], expected[1])
+    used = [operand.clone() for operand in versions[0]]
+    for last in range(len(used)):
+        for turn in range(60):
+            order = [*(place for place in range(len(used)) if place != last), last]
+            # Long enough to queue all that follows.
+            torch.cuda._sleep(2_000_000)
+            for place in order:
+                used[place].copy_(versions[turn % 3][place])
+            assert_equal_bits(run(*used)[0], expected[turn % 3], f"turn {turn}, operand {last} written last")
 
 
 def test_a_sequence_off_the_row_step_is_nan_not_wrong(compiler):

@@ -6,10 +6,12 @@ import pytest
 import torch
 from gpu_tools import assert_equal_bits, hazardous, launcher, normal, relative_error
 
+from pallas_kernels.gated_matmul.hopper import gated_matmul_program
 from pallas_kernels.matmul.hopper import matmul_program
 from pallas_kernels.matmul.hopper_cluster import ClusterTile
 from pallas_kernels.matmul.hopper_large import LargeTile
 from pallas_kernels.matmul.hopper_small import SmallTile
+from pallas_kernels.swiglu.hopper import swiglu_program
 
 N, K = 1024, 2048
 LARGE = [
@@ -104,6 +106,40 @@ def test_bias_is_added_after_the_round(compiler, T):
     plain = launcher(compiler, matmul_program(T, N, K))(x, w)[0]
     found = launcher(compiler, matmul_program(T, N, K, bias=True))(x, w, bias)[0]
     assert_equal_bits(found, (plain.float() + bias.float()).bfloat16(), "bias")
+
+
+GATED_LARGE = [
+    LargeTile(columns=64),
+    LargeTile(columns=96),
+    LargeTile(columns=192, group=1),
+    LargeTile(columns=256, stages=3),
+    LargeTile(rows=128, columns=192),
+    LargeTile(cluster=2),
+]
+
+
+@pytest.mark.parametrize("make", [normal, hazardous])
+def test_gate_and_up_in_one_kernel_have_the_bits_of_matmul_and_swiglu(compiler, make):
+    x, w = make(1024, K, seed=13), normal(2 * N, K, seed=14, scale=K**-0.5)
+    wide = launcher(compiler, matmul_program(1024, 2 * N, K))(x, w)[0]
+    expected = launcher(compiler, swiglu_program(1024, N))(wide)[0]
+    exchanged = launcher(compiler, gated_matmul_program(1024, N, K))(x, w.roll(N, 0))[0]
+    assert not torch.equal(exchanged, expected), "the planted exchange of gate and up was not caught"
+    for T, tile in itertools.product((1024, 136, 64, 8), [None, *GATED_LARGE]):
+        run = launcher(compiler, gated_matmul_program(T, N, K, tile=tile))
+        for first in (0, 1024 - T):
+            found = run(x[first : first + T].clone(), w)[0]
+            assert_equal_bits(found, expected[first : first + T], f"T={T} rows from {first}, {tile}")
+
+
+@pytest.mark.parametrize(("I", "K"), [(384, 576), (1536, 576), (640, 64)])
+def test_gated_shapes_that_fill_no_tile_are_right(compiler, I, K):  # noqa: E741
+    x, w = normal(264, K, seed=15), normal(2 * I, K, seed=16, scale=K**-0.5)
+    wide = launcher(compiler, matmul_program(264, 2 * I, K))(x, w)[0]
+    expected = launcher(compiler, swiglu_program(264, I))(wide)[0]
+    for T in (8, 64, 264):
+        found = launcher(compiler, gated_matmul_program(T, I, K))(x[:T].clone(), w)[0]
+        assert_equal_bits(found, expected[:T], f"T={T}, I={I}, K={K}")
 
 
 def test_a_graph_replays_the_same_bits_with_new_inputs(compiler):

@@ -57,6 +57,7 @@ def test_regions_are_counted_where_they_hide() -> None:
     assert report.sequence == ("rms_norm", "matmul", "residual_add", "cast", "cast")
     assert report.regions == Counter(report.sequence)
     assert report.calls[0].parameters == {"eps": 1e-5}
+    assert report.differentiated == report.calls
 
 
 def test_collectives_that_move_pass_and_those_that_add_do_not() -> None:
@@ -105,19 +106,12 @@ def test_an_opaque_call_is_refused() -> None:
 def test_every_policy_passes(name: str, remat: str) -> None:
     policy = Policy(PolicyConfig.from_hugging_face(FAMILIES[name]), remat=remat)
     trainer, engine = audit_policy(policy)
-    layer = (
-        "matmul",
-        "qk_norm_rope",
-        "attention",
-        "matmul",
-        "add_rms_norm",
-        "matmul",
-        "swiglu",
-        "matmul",
-        "add_rms_norm",
-    )
+    before, after = ("matmul", "qk_norm_rope", "attention", "matmul", "add_rms_norm"), ("matmul", "add_rms_norm")
+    layer = (*before, "gated_matmul", *after)
     assert trainer.sequence == ("rms_norm", *layer, "token_log_probs")
     assert engine.sequence == ("rms_norm", *layer, "log_prob_rows")
+    under_gradients = ("rms_norm", *before, "matmul", "swiglu", *after, "token_log_probs")
+    assert tuple(call.region for call in trainer.differentiated) == under_gradients
 
 
 def test_a_policy_with_stray_arithmetic_does_not_pass() -> None:

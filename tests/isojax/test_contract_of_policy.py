@@ -32,16 +32,19 @@ def test_every_region_of_the_policy_has_an_owner_in_every_case(name: str) -> Non
     policy, _ = tiny_policy(name)
     contract = build_contract(policy, tokenizer={})
     owners = {case: {contract.owner(entry.region, case).impl_id for entry in contract.composition} for case in CASES}
-    shared = {"matmul", "rms_norm", "add_rms_norm", "qk_norm_rope", "swiglu"}
-    assert owners["trainer_fwd"] == owners["trainer_score"] == shared | {"attention", "token_log_probs"}
-    assert owners["engine_prefill"] == owners["engine_decode"] == shared | {"paged_attention", "log_prob_rows"}
+    shared = {"matmul", "rms_norm", "add_rms_norm", "qk_norm_rope"}
+    # The backward needs what is between a gated matmul's two parts.
+    assert owners["trainer_fwd"] == shared | {"attention", "token_log_probs", "swiglu"}
+    assert owners["trainer_score"] == shared | {"attention", "token_log_probs", "gated_matmul"}
+    served = shared | {"paged_attention", "log_prob_rows", "gated_matmul"}
+    assert owners["engine_prefill"] == owners["engine_decode"] == served
 
 
 def test_constants_are_those_of_the_calls() -> None:
     policy, _ = tiny_policy()
     contract = build_contract(policy, tokenizer={}, temperature=0.6)
     matmul = contract.owner("matmul", "trainer_fwd").constants
-    # qkv, o, gate_up, down
+    # qkv, o, gate_up (under gradients), down
     assert matmul["leaves"] == "1,4,1,4"
     for case in CASES:
         attention = contract.owner("attention", case).constants

@@ -54,7 +54,7 @@ def test_calls_are_those_of_the_forward_at_every_bucket() -> None:
     assert sizes("paged_attention") == {8, 16, 32}
     assert sizes("log_prob_rows") == {8, 24}
     assert (sizes("qk_norm_rope"), sizes("paged_qk_norm_rope")) == ({128, 256}, {8, 16, 32})
-    for shared in ("matmul", "rms_norm", "add_rms_norm", "swiglu"):
+    for shared in ("matmul", "rms_norm", "add_rms_norm", "gated_matmul"):
         assert sizes(shared) == {8, 16, 32, 128, 256}
     paged = next(call for call in calls if call.region == "paged_attention")
     assert [shape for shape, _ in paged.types] == [(8, 2, 64), (64, 16, 1, 64), (64, 16, 1, 64), (4, 4), (8,), (8,)]
@@ -62,8 +62,21 @@ def test_calls_are_those_of_the_forward_at_every_bucket() -> None:
     assert [shape for shape, _ in writing.types][:5] == [(8, 256), (8, 64), (8,), (64, 16, 1, 64), (64, 16, 1, 64)]
 
 
+def test_what_a_gated_matmul_is_under_gradients_is_sealed_for_the_trainer_alone() -> None:
+    shapes = dataclasses.replace(SHAPES, token_buckets=(8, 16), trainer_tokens=(128, 256))
+    policy = isojax.Policy(dataclasses.replace(sealable_policy().config, intermediate_size=256))
+    wide = ((512, 128), "bfloat16")
+    found = {
+        (call.region, call.types[0][0][0])
+        for call in kernel_calls(policy, shapes)
+        if wide in call.types or call.region == "swiglu"
+    }
+    gated = {("gated_matmul", tokens) for tokens in (8, 16, 128, 256)}
+    assert found == gated | {(region, tokens) for region in ("matmul", "swiglu") for tokens in (128, 256)}
+
+
 @pytest.mark.parametrize("tokens", [8, 256])
-def test_a_decode_layer_is_eleven_kernels_three_of_them_attention(tokens) -> None:
+def test_a_decode_layer_is_ten_kernels_three_of_them_attention(tokens) -> None:
     shapes = dataclasses.replace(SHAPES, token_buckets=(tokens,), max_context=2048, max_pages=128)
     policy = isojax.Policy(dataclasses.replace(sealable_policy().config, max_position=2048))
     steps = {
@@ -72,8 +85,8 @@ def test_a_decode_layer_is_eleven_kernels_three_of_them_attention(tokens) -> Non
         if call.types[0][0][0] == tokens
     }
     # As the engine's graph calls them, see tests/bridge/test_dense_operands.py.
-    calls = {"matmul": 4, "paged_qk_norm_rope": 1, "paged_attention": 1, "add_rms_norm": 2, "swiglu": 1}
-    assert sum(count * steps[region] for region, count in calls.items()) == 11
+    calls = {"matmul": 3, "paged_qk_norm_rope": 1, "paged_attention": 1, "add_rms_norm": 2, "gated_matmul": 1}
+    assert sum(count * steps[region] for region, count in calls.items()) == 10
 
 
 def test_the_contract_names_every_kernel_and_claims_nothing(folder: Path) -> None:
@@ -110,9 +123,14 @@ def test_the_trainer_emits_the_bundle_and_refuses_other_token_counts(folder: Pat
     policy = isojax.load_policy(folder)
     bundle = load_kernels(folder, load_contract(folder))
 
-    def emitted(tokens: int) -> set[bytes]:
+    def emitted(tokens: int, differentiated: bool = False) -> set[bytes]:
         batch = isojax.pack([[1] * tokens], length_multiple=tokens)
-        traced = jax.jit(policy.score).trace(policy.parameter_shapes, policy.buffers, batch, 1.0)
+
+        def loss(*arguments) -> jax.Array:
+            return policy.score(*arguments).sum()
+
+        function = jax.jit(jax.value_and_grad(loss) if differentiated else policy.score)
+        traced = function.trace(policy.parameter_shapes, policy.buffers, batch, 1.0)
         found: set[bytes] = set()
 
         def walk(operation) -> None:
@@ -126,13 +144,12 @@ def test_the_trainer_emits_the_bundle_and_refuses_other_token_counts(folder: Pat
         walk(traced.lower(lowering_platforms=("cuda",)).compiler_ir().operation)
         return found
 
-    expected = {
-        module.module
-        for program in bundle.programs
-        for module in program.modules
-        if program.buffers[program.operands[0]].shape[0] == 128
-    }
-    assert emitted(128) == expected
+    def sealed(without: str) -> set[bytes]:
+        programs = [program for program in bundle.programs if program.buffers[program.operands[0]].shape[0] == 128]
+        return {module.module for program in programs for module in program.modules if program.region != without}
+
+    assert emitted(128) == sealed(without="swiglu")
+    assert emitted(128, differentiated=True) == sealed(without="gated_matmul")
     with pytest.raises(KernelMissing, match=r"first operand .*8, 128"):
         emitted(256)
 

@@ -99,14 +99,17 @@ def test_smollm2_exports_from_its_gguf(tmp_path: Path) -> None:
     contract = load_contract(out)
     bundle = load_kernels(out, contract)
     kernels = contract.owner("matmul", "engine_decode").kernel_digests
-    # qkv, o, gate_up, down at the one token count that trainer and engine share.
+    # qkv, o, gate_up (of gradients), down, at the one token count that trainer and engine share.
     assert {name.split(" leaves")[0] for name in kernels} == {
         "matmul x[128,576] w[960,576]",
         "matmul x[128,576] w[576,576]",
         "matmul x[128,576] w[3072,576]",
         "matmul x[128,1536] w[576,1536]",
     }
-    assert len(bundle.modules) == 4 + 5 + 1 + 3 + 5 + 3
+    (gated,) = contract.owner("gated_matmul", "engine_decode").kernel_digests
+    assert gated.startswith("gated_matmul x[128,576] w[3072,576]")
+    # Under gradients SwiGLU is a kernel of its own; contexts of one split need no merge.
+    assert len(bundle.modules) == 4 + 1 + 5 + 1 + 2 + 5 + 3
 
 
 @pytest.mark.sealing

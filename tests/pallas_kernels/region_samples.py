@@ -69,6 +69,10 @@ def _rope_reference(rows: tuple[Any, ...], shared: tuple[Any, ...]) -> tuple[Any
     return *(reference.rotate(x, rows[1]) for x in heads), values
 
 
+def _gated_reference(x: Any, w: Any) -> Any:
+    return reference.swiglu(reference.matmul(x, w, leaves=1, dtype=np.asarray(x).dtype))
+
+
 def _targets(rng: np.random.Generator, tokens: int, dtype: Any) -> tuple[Any, ...]:
     return normal(rng, (tokens, HIDDEN), dtype), jnp.asarray(rng.integers(0, VOCABULARY, tokens), jnp.int32)
 
@@ -111,6 +115,13 @@ SAMPLES = (
         _weight(),
         lambda rows, shared: (pk.swiglu(rows[0]),),
         lambda rows, shared: (reference.swiglu(rows[0]),),
+    ),
+    Sample(
+        "gated_matmul",
+        _hidden(),
+        _weight((2 * INNER, HIDDEN), scale=0.1),
+        lambda rows, shared: (pk.gated_matmul(rows[0], shared[0]),),
+        lambda rows, shared: (_gated_reference(rows[0], shared[0]),),
     ),
     Sample(
         "rope",

@@ -46,6 +46,21 @@ def test_matmul(form):
     close(out, x.astype(jnp.float32) @ w.astype(jnp.float32).T + bias.astype(jnp.float32))
 
 
+@pytest.mark.parametrize(
+    ("T", "I", "columns"), [(8, 192, None), (8, 256, None), (72, 192, 64), (72, 192, 256), (264, 192, 192)]
+)
+def test_gate_and_up(T, I, columns):  # noqa: E741
+    """Few tokens in two kernels where the second can; else in one, of tiles the last of which may be half there."""
+    from pallas_kernels.gated_matmul.hopper import gated_matmul_program
+    from pallas_kernels.matmul.hopper_large import LargeTile
+
+    tile = LargeTile(columns=columns, rows=128 if T > 128 else 64, stages=3) if columns else None
+    x, w = normal(0, T, 256), normal(1, 2 * I, 256) / 16
+    (out,) = run(gated_matmul_program(T, I, 256, tile=tile), x, w)
+    (expected,) = jax.tree.leaves(jax.jit(REGIONS["gated_matmul"].bind)(x, w))
+    close(out, expected)
+
+
 @pytest.mark.parametrize("form", ["small, leaves over two blocks", "two blocks fold each other's columns"])
 def test_partial_sums_sent_to_another_block_cannot_be_interpreted(form):
     """The interpreter has no rule for `async_store_smem`; on a card the matmul's own tests compare this form's bits."""

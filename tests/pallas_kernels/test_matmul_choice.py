@@ -7,15 +7,26 @@ import pytest
 
 pytestmark = pytest.mark.sealing
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "matmul_tiles_h200.json"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = ("matmul_tiles_h200.json", "matmul_tall_h200.json")
+#: Two runs are compared where cuBLAS took as long in both, else the card was in another state.
+SAME_STATE = 0.08
 #: Of the best tile's time; what a second run of the same tile may differ by.
 TOLERANCE = 1.02
 
 
 def _measured():
-    shapes = {}
-    for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
-        shapes.setdefault((row["T"], row["N"], row["K"], row["leaves"]), {})[row["tile"]] = row["us"]
+    from pallas_kernels.matmul.hopper_choice import read_tile
+
+    shapes, baselines = {}, {}
+    for name in RESULTS:
+        for row in json.loads((FOLDER / name).read_text(encoding="utf-8"))["rows"]:
+            shape = row["T"], row["N"], row["K"], row["leaves"]
+            baseline = baselines.setdefault(shape, row["cublas_us"])
+            if abs(row["cublas_us"] / baseline - 1) <= SAME_STATE:
+                times = shapes.setdefault(shape, {})
+                tile = read_tile(row["tile"])
+                times[tile] = min(row["us"], times.get(tile, row["us"]))
     return shapes
 
 
@@ -25,7 +36,7 @@ def test_the_committed_choice_is_the_best_measured_tile():
     measured = _measured()
     assert len(measured) == 45
     for shape, times in measured.items():
-        chosen = repr(choose_tile(*shape))
+        chosen = choose_tile(*shape)
         assert chosen in times, f"{shape}: {chosen} was not measured"
         assert times[chosen] <= TOLERANCE * min(times.values()), f"{shape}: {chosen}"
 
@@ -36,7 +47,7 @@ def test_the_estimate_alone_is_near_it(monkeypatch):
     monkeypatch.setattr(hopper_choice, "MEASURED", {})
     worst = 1.0
     for shape, times in _measured().items():
-        chosen = repr(hopper_choice.choose_tile(*shape))
+        chosen = hopper_choice.choose_tile(*shape)
         if chosen in times:
             worst = max(worst, times[chosen] / min(times.values()))
     assert worst <= 1.2
@@ -46,7 +57,7 @@ def test_the_planted_tile_of_one_width_for_all_is_not():
     slow = [
         shape
         for shape, times in _measured().items()
-        if any("columns=256" in tile and us > 1.5 * min(times.values()) for tile, us in times.items())
+        if any("columns=256" in repr(tile) and us > 1.5 * min(times.values()) for tile, us in times.items())
     ]
     assert (256, 6144, 4096, 1) in slow
 
@@ -61,3 +72,20 @@ def test_a_bias_gets_whole_tiles():
         matmul_program(T, N, 1024, leaves=4, bias=True)
     with pytest.raises(ValueError, match="not a multiple of 128, and the bias"):
         matmul_program(256, 1088, 1024, leaves=4, bias=True, tile=LargeTile())
+
+
+@pytest.mark.parametrize("T", [8, 64, 128, 256, 2048])
+@pytest.mark.parametrize(("I", "K"), [(12288, 4096), (1536, 576), (128, 64)])
+def test_gate_and_up_get_tiles_in_which_a_warpgroup_has_both(T, I, K):  # noqa: E741
+    from pallas_kernels.gated_matmul.hopper import gated_matmul_program
+    from pallas_kernels.matmul.hopper_choice import choose_gated_tile
+    from pallas_kernels.matmul.hopper_large import LargeTile
+
+    steps = [step.name for step in gated_matmul_program(T, I, K).steps]
+    assert steps == (["matmul", "swiglu"] if T <= 64 else ["gated_matmul"])
+    tile = choose_gated_tile(T, I, K)
+    if I == 12288:
+        # The fastest measured on an H200.
+        assert (tile.rows, tile.columns) == (128 if T > 128 else 64, 192)
+    with pytest.raises(ValueError, match="two products meet in"):
+        gated_matmul_program(8, I, K, tile=LargeTile(split="columns"))

@@ -53,6 +53,11 @@ FORMS = {
     ),
     "residual_add": (pk.residual_add, lambda x, r: x + r, (X, X)),
     "swiglu": (pk.swiglu, lambda x: jax.nn.silu(x[:, :32]) * x[:, 32:], (X,)),
+    "gated_matmul": (
+        pk.gated_matmul,
+        lambda x, w: jax.nn.silu(x @ w[:64].T) * (x @ w[64:].T),
+        (X, W),
+    ),
     "rope": (
         lambda qkv: pk.qk_norm_rope(qkv, TABLE, key_heads=2, eps=EPS),
         lambda qkv: turn(qkv, lambda q: q, lambda k: k),

@@ -20,6 +20,7 @@ X, W = jnp.ones((3, 64), jnp.bfloat16), jnp.ones((32, 64), jnp.bfloat16)
 def test_the_dense_family_is_declared():
     assert set(pk.REGIONS) >= {
         "matmul",
+        "gated_matmul",
         "rms_norm",
         "add_rms_norm",
         "residual_add",
@@ -86,6 +87,8 @@ def test_wrong_counts_and_parameters_are_type_errors():
         lambda: pk.rms_norm(X, W[0, :3], eps=1e-5),
         lambda: pk.residual_add(X, X.astype(jnp.float32)),
         lambda: pk.swiglu(X[:, :3]),
+        lambda: pk.gated_matmul(X, W[:31]),
+        lambda: pk.gated_matmul(X, W[:, :32]),
         lambda: pk.cast(X, dtype="float16"),
         lambda: pk.qk_norm_rope(jnp.ones((3, 192)), jnp.ones((3, 64), jnp.bfloat16), key_heads=1, eps=1e-5),
         lambda: pk.qk_norm_rope(jnp.ones((3, 192)), jnp.ones((3, 64)), W[0], None, key_heads=1, eps=1e-5),

@@ -33,6 +33,7 @@ _TABLE = jax.ShapeDtypeStruct((T, D), jnp.float32)
 _HEAT = jax.ShapeDtypeStruct((), jnp.float32)
 CALLS = {
     "matmul": ([_bf16(T, H), _bf16(256, H)], {"leaves": 2, "out_dtype": "bfloat16"}),
+    "gated_matmul": ([_bf16(T, H), _bf16(256, H)], {}),
     "rms_norm": ([_bf16(T, H), _bf16(H)], {"eps": 1e-6}),
     "add_rms_norm": ([_bf16(T, H), _bf16(T, H), _bf16(H)], {"eps": 1e-6}),
     "residual_add": ([_bf16(T, H), _bf16(T, H)], {}),
@@ -47,7 +48,7 @@ CALLS = {
         {"scale": 0.125, "split": 512},
     ),
     "paged_attention": (
-        [_bf16(T, 2, D), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _int(3, 8), _int(T), _int(T)],
+        [_bf16(T, 2, D), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _int(3, 64), _int(T), _int(T)],
         {"scale": 0.125, "split": 512},
     ),
     "log_prob_rows": ([_bf16(T, H), _bf16(1024, H), _HEAT], {"vocab_size": V}),
@@ -214,7 +215,8 @@ def test_rows_go_to_the_cache_by_copies_that_no_swizzle_takes_part_in(head):
 
     program = paged_qk_norm_rope_program(8, 2, 1, head, pages=9, page=16, norm=False, eps=1e-6)
     (module,) = seal_program("rows", "1", {}, program).modules
-    assert b"cp.async.bulk.global.shared::cta.bulk_group" in module.module
+    # Rows that fill a warpgroup's threads are stored by them, so only shorter ones are copied.
+    assert (b"cp.async.bulk.global.shared::cta.bulk_group" in module.module) == (head % 128 != 0)
 
 
 @pytest.mark.parametrize(("positions", "whole"), [(40_960, False), (131_072, True)])
@@ -223,10 +225,22 @@ def test_states_of_splits_take_bounded_memory_however_many_tokens_a_step_has(pos
 
     sizes = {"pages": 2**17, "page": 16, "requests": 256, "request_pages": positions // 16}
     for T in (256, 2048):
-        buffers = paged_attention_program(T, 32, 8, 128, **sizes, scale=0.1, split=512).buffers
-        assert buffers["acc"].size <= SCRATCH_BYTES
-        # A state a token where a token's splits stay together, else one a split that a request can have.
-        assert buffers["acc"].shape[0] == 256 * 32 * (1 if whole else positions // 512)
+        program = paged_attention_program(T, 32, 8, 128, **sizes, scale=0.1, split=512)
+        # No state is in memory where a token's splits stay together, else one a split that a request can have.
+        assert [step.name for step in program.steps] == ["tiles", "decode", "combine"][: 2 if whole else 3]
+        assert ("acc" in program.buffers) != whole
+        if not whole:
+            assert program.buffers["acc"].size <= SCRATCH_BYTES
+            assert program.buffers["acc"].shape[0] == 256 * 32 * positions // 512
+
+
+def test_contexts_of_one_split_need_no_merge():
+    from pallas_kernels.attention.hopper import paged_attention_program
+
+    sizes = {"pages": 64, "page": 16, "requests": 4}
+    for positions, steps in ((512, ["tiles", "decode"]), (528, ["tiles", "decode", "combine"])):
+        program = paged_attention_program(8, 4, 2, 64, **sizes, request_pages=positions // 16, scale=0.1, split=512)
+        assert [step.name for step in program.steps] == steps
 
 
 def test_a_policy_in_float32_is_refused_on_a_card():

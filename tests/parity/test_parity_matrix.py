@@ -114,7 +114,7 @@ def test_a_nan_in_the_weights_is_named_and_the_engine_goes_on(running):
     broken = dict(running.params)
     broken[name] = broken[name].at[1, 5, 7].set(np.nan)
     running.engine.sync(broken)
-    with pytest.raises(NonFiniteLogits, match=r"prompt 0, sample 0, position 4, region layers_1_matmul_3"):
+    with pytest.raises(NonFiniteLogits, match=r"prompt 0, sample 0, position 4, region layers_1_matmul_2"):
         running.engine.generate(running.prompts([5, 9], seed=1), running.sampling(4, seed=1))
     running.engine.sync(running.params)
     _assert_parity(
