@@ -92,7 +92,8 @@ def _matmul() -> str:
 
 def _attention() -> str:
     lines, seen = [], set()
-    for file, row in [(file, row) for file in ATTENTION_FILES for row in _load(file)["rows"]]:
+    rows = [(name.removesuffix(".json"), row) for name in ATTENTION_FILES for row in _load(name)["rows"]]
+    for file, row in rows:
         if (what := (row["what"], row.get("behind"))) in seen:
             continue
         seen.add(what)
@@ -102,7 +103,7 @@ def _attention() -> str:
         behind = f" after {row['behind']}" if row.get("behind") else ""
         page = f", pages of {row['page']}" if "page" in row else ""
         ratio = (f"{row['ratio']:.2f}", f"{aim:.2f}")
-        lines.append((row["what"] + behind + page, *times, *ratio, rate, file.removesuffix(".json")))
+        lines.append((row["what"] + behind + page, *times, *ratio, rate, file))
     titles = ("sequences x tokens", "us", "vLLM's FlashAttention 3 us", "ratio", "aim", "rate", "file")
     return f"## Attention\n\n32 query heads over 8 of size 128, bfloat16.\n\n{_table(titles, lines)}"
 
