@@ -66,7 +66,10 @@ class _Minibatch(NamedTuple):
 
 
 class Learner:
-    """Owns the master weights and the optimizer; `params` are the copies that score, sync and the next rollout use."""
+    """Owns the master weights and the optimizer; `params` are the copies that score, sync and the next rollout use.
+
+    All of them lie as the policy's placement says: on one device, or every device of a mesh its piece.
+    """
 
     def __init__(
         self,
@@ -84,13 +87,17 @@ class Learner:
         self.micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         # Placed explicitly, as a restored checkpoint's arrays are, so that both run the same compiled programs.
-        self.params: Parameters = jax.device_put(dict(params), jax.devices()[0])
-        self.state = start_state(build_optimizer(optimizer), self.params)
+        self.params: Parameters = self._placed(dict(params))
+        self.state: LearnerState = self._placed(start_state(build_optimizer(optimizer), self.params))
 
     def restore(self, state: LearnerState) -> None:
         """Continue from a checkpoint's state."""
         self.state = state
         self.params = jax.jit(partial(compute_copies, policy=self.policy))(state.master)
+
+    def whole_params(self) -> Parameters:
+        """`params` on one device, as an engine takes them."""
+        return self.policy.placement.whole(self.params)
 
     def update(
         self,
@@ -149,17 +156,20 @@ class Learner:
         # Of the whole minibatch, whatever micro-batches it is then cut into.
         lengths = [len(completions[index].tokens) for index in indices]
         weights = dict(zip(indices, token_weights(lengths, self.algorithm.objective.weighting), strict=True))
-        gradients = {name: jnp.zeros(value.shape, jnp.float32) for name, value in self.params.items()}
+        gradients = {
+            name: jnp.zeros(value.shape, jnp.float32, device=value.sharding) for name, value in self.params.items()
+        }
         micro_batches = cut(completions, indices, self.micro_batch_tokens, self.policy.packing)
         outputs = []
         with counters.case("trainer_fwd"):
             for micro in micro_batches:
                 inputs = self._loss_inputs(micro, completions, advantages, weights, reference)
+                batch, inputs = jax.device_put((micro.batch, inputs), self.policy.placement.rows)
                 gradients, *output = _accumulate_gradients(
                     self.params,
                     gradients,
                     self.policy.buffers,
-                    micro.batch,
+                    batch,
                     inputs,
                     jnp.float32(self.temperature),
                     policy=self.policy,
@@ -194,6 +204,9 @@ class Learner:
             weights=micro.spread([weights.get(index, 0.0) * ones for index, ones in enumerate(per_token)]),
             mask=micro.spread(per_token),
         )
+
+    def _placed(self, tree: Any) -> Any:
+        return jax.device_put(tree, self.policy.placement.shardings(tree))
 
     def _step(self, part: _Minibatch) -> float:
         """One optimizer step; returns the gradient's global norm."""
@@ -232,7 +245,7 @@ def _accumulate_gradients(
     (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
     # Widened before the sum: micro-batches would otherwise be rounded to the policy's dtype one by one.
     accumulated = {name: accumulated[name] + gradients[name].astype(jnp.float32) for name in accumulated}
-    return accumulated, loss, parts, log_probs_T
+    return policy.placement.pinned(accumulated), loss, parts, log_probs_T
 
 
 @partial(jax.jit, static_argnames=("optimizer", "policy"), donate_argnames=("state", "gradients"))
@@ -241,7 +254,7 @@ def _apply_gradients(
 ) -> tuple[LearnerState, Parameters]:
     updates, moments = build_optimizer(optimizer).update(gradients, state.optimizer, state.master)
     master = optax.apply_updates(state.master, updates)
-    return LearnerState(master, moments), compute_copies(master, policy)
+    return policy.placement.pinned(LearnerState(master, moments)), compute_copies(master, policy)
 
 
 def _added(parts: Sequence[LossParts]) -> LossParts:

@@ -259,7 +259,7 @@ class Trainer:
     def _sync(self, progress: Progress | None = None) -> None:
         """Give the engine the learner's weights and check that it holds them."""
         expected = (progress or self.progress).weight_digest
-        held = self.engine.sync(self.learner.params)
+        held = self.engine.sync(self.learner.whole_params())
         if held != expected:
             raise WeightDigestMismatch(
                 field="weight digest after sync", found=held, allowed=expected, reason="The engine holds other weights."
