@@ -1,6 +1,6 @@
 """Run a policy on a mesh: data parallel and fully sharded, inside of shard_map, with no float added across devices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +8,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from contracts import AXES, ExecutionContract
 from contracts.errors import MeshNotClaimed
-from isojax.policy.batch import PackedBatch
 from isojax.policy.policy import Parameters, Policy
 from isojax.policy.sharded import spread
 
@@ -59,9 +58,7 @@ def batch_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
     return PartitionSpec(tuple(axis for axis in _BATCH_AXES if axis in mesh.axis_names))
 
 
-def score_on_mesh(
-    policy: Policy, mesh: Mesh, contract: ExecutionContract
-) -> Callable[..., jax.Array]:
+def score_on_mesh(policy: Policy, mesh: Mesh, contract: ExecutionContract) -> Callable[..., jax.Array]:
     """`policy.score` over a mesh, to be jitted or differentiated by the caller; fp32 [T], cut like the batch.
 
     It is called with parameters, buffers, batch, temperature and, if any, the entropy probe, cut like the batch too.
@@ -82,8 +79,8 @@ def score_on_mesh(
 def rows_on_mesh(policy: Policy, mesh: Mesh, contract: ExecutionContract) -> Callable[..., jax.Array]:
     """Log-probabilities over the whole vocabulary of chosen rows, to be jitted by the caller; fp32 [R, V].
 
-    It is called with parameters, buffers, batch, rows and temperature. rows: int32 [R], cut like the batch: each shard's
-    share holds indices into that shard. The result is cut the same. Raises as `score_on_mesh`.
+    It is called with parameters, buffers, batch, rows and temperature. rows: int32 [R], cut like the batch, every
+    shard's own being indices into it. The result is cut the same. Raises as `score_on_mesh`.
     """
 
     def local(params, buffers, batch, rows, temperature, *, gather_axis):

@@ -56,7 +56,7 @@ class MeshPolicy(Policy):
             rope=jax.device_get(policy.buffers["rope_table"]),
             operations=policy.operations,
         )
-        self._alone = policy
+        self._alone, self.mesh = policy, mesh
         self._score_on_mesh = score_on_mesh(policy, mesh, contract)
         self._rows_on_mesh = rows_on_mesh(policy, mesh, contract)
         self.placement = MeshPlacement(mesh, parameter_specs(policy, mesh))
@@ -108,7 +108,8 @@ class MeshPolicy(Policy):
 
     def _in_shardings(self, batches: int) -> tuple[Any, ...]:
         """Of parameters, buffers, so many things that are cut like a batch, and the temperature."""
-        params, whole = self.placement.shardings(self.parameter_shapes), NamedSharding(self.placement.mesh, PartitionSpec())
+        params = self.placement.shardings(self.parameter_shapes)
+        whole = NamedSharding(self.mesh, PartitionSpec())
         return params, whole, *[self.placement.rows] * batches, whole
 
 

@@ -122,6 +122,7 @@ class TrainSection(Section):
     mesh: the devices that train.
     remat: what the backward computes again instead of keeping it: "none", "layer" or "regions", see `isojax.Policy`.
     checkpoint_every: steps between checkpoints (the last step always has one). keep_checkpoints: how many stay.
+    compilation_cache: folder that keeps compiled programs between runs, "default" for the user's own, or "off".
     """
 
     steps: Positive
@@ -129,6 +130,7 @@ class TrainSection(Section):
     remat: Remat = "none"
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
+    compilation_cache: Annotated[str, Field(min_length=1)] = "default"
     mesh: MeshSection = MeshSection()
 
 

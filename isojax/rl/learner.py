@@ -87,8 +87,8 @@ class Learner:
         self.micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         # Placed explicitly, as a restored checkpoint's arrays are, so that both run the same compiled programs.
-        self.params: Parameters = self._placed(dict(params))
-        self.state: LearnerState = self._placed(start_state(build_optimizer(optimizer), self.params))
+        self.params: Parameters = jax.device_put(dict(params), policy.placement.shardings(dict(params)))
+        self.state = _start(self.params, optimizer=optimizer, policy=policy)
 
     def restore(self, state: LearnerState) -> None:
         """Continue from a checkpoint's state."""
@@ -205,9 +205,6 @@ class Learner:
             mask=micro.spread(per_token),
         )
 
-    def _placed(self, tree: Any) -> Any:
-        return jax.device_put(tree, self.policy.placement.shardings(tree))
-
     def _step(self, part: _Minibatch) -> float:
         """One optimizer step; returns the gradient's global norm."""
         norm = float(_global_norm(part.gradients))
@@ -223,6 +220,11 @@ class Learner:
 
 
 # Functions of the module and not of a learner, so that learners of one policy share what was compiled.
+@partial(jax.jit, static_argnames=("optimizer", "policy"))
+def _start(params: Parameters, *, optimizer: OptimizerSection, policy: Policy) -> LearnerState:
+    return policy.placement.pinned(start_state(build_optimizer(optimizer), params))
+
+
 @partial(jax.jit, static_argnames=("policy", "objective"), donate_argnames="accumulated")
 def _accumulate_gradients(
     params: Parameters,

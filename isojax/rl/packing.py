@@ -50,11 +50,11 @@ def cut(
 ) -> list[MicroBatch]:
     """Micro-batches of at most `capacity` tokens with the completions at `indices`, each of them whole.
 
-    First fit in the given order. On a mesh every shard has up to `capacity` tokens, all shards equally many, and a
-    sequence goes to the emptiest, so that none is cut and no device is idle for long. Batches are padded to `capacity` halved as often as their content allows, so that only
-    a handful of lengths is ever compiled; for sealed kernels to the next sealed length, and sequences start where these
-    ask for it (`Policy.packing`). Raises BadConfig if one sequence is longer than a micro-batch, or no sealed length is
-    within `capacity`.
+    First fit in the given order. On a mesh every shard has up to `capacity` tokens, and a sequence goes to the emptiest
+    of a micro-batch, so that none is cut and no device is idle for long. Batches are padded to `capacity` halved as
+    often as their content allows, so that only a handful of lengths is ever compiled; for sealed kernels to the next
+    sealed length, and sequences start where these ask for it (`Policy.packing`). Raises BadConfig if one sequence is
+    longer than a micro-batch, or no sealed length is within `capacity`.
     """
     capacity, sealed_lengths = fitting_lengths(capacity, packing)
     shards = packing.get("shards", 1)

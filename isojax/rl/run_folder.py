@@ -74,8 +74,8 @@ class RunFolder:
         for key, before, now in _differences(old, config.model_dump(mode="json"), ()):
             if key in MESH:
                 print(
-                    f"isojax: {'.'.join(key)} was {before} and is {now}: weights and optimizer are the checkpoint's bit "
-                    "for bit, and the sums of later updates are rounded in another order than before",
+                    f"isojax: {'.'.join(key)} was {before} and is {now}: weights and optimizer are the "
+                    "checkpoint's, bit for bit; sums of later updates are rounded in another order than they would be",
                     file=sys.stderr,
                 )
             elif key not in RESUMABLE:
