@@ -41,6 +41,7 @@ class UpdateResult:
     policy_kl: k1 and k3 estimates of KL(rollout || policy). reference_kl: of KL(policy || reference), or None.
     mismatch: the engine against trainer_fwd, over the tokens of the first minibatch, before any weight moved; of
       nothing where other weights had sampled the rollout.
+    entropy: of the policy that the updates saw, in nats, over all of their tokens; None without regions.
     gradient_norm: before clipping, the largest of the updates.
     updates: optimizer steps; 0, and 0 everywhere else, where no group was left to learn from.
     """
@@ -51,17 +52,20 @@ class UpdateResult:
     clip_fraction: float = 0.0
     first_clip_fraction: float = 0.0
     first_ratio_off_one: int = 0
+    entropy: float | None = None
     gradient_norm: float = 0.0
     updates: int = 0
     mismatch: Mismatch = field(default_factory=Mismatch)
 
 
 class _Minibatch(NamedTuple):
-    """Accumulated float32 gradients of one minibatch, its loss, parts, and the engine against trainer_fwd."""
+    """Accumulated float32 gradients of one minibatch, its loss, parts, sum of entropies, and the engine against
+    trainer_fwd."""
 
     gradients: Parameters
     loss: float
     parts: LossParts
+    entropy: float | None
     mismatch: Mismatch
 
 
@@ -140,6 +144,7 @@ class Learner:
             clip_fraction=_mean(total.clipped, total),
             first_clip_fraction=_mean(first.parts.clipped, first.parts),
             first_ratio_off_one=int(first.parts.ratio_off_one),
+            entropy=_mean_entropy(minibatches, total),
             gradient_norm=max(norms),
             updates=len(norms),
             mismatch=first.mismatch if on_policy else Mismatch(),
@@ -177,7 +182,7 @@ class Learner:
                 )
                 outputs.append(output)
         # Fetched after the last micro-batch was sent, so that the device never waits for the host between two.
-        losses, parts, log_probs = zip(*jax.device_get(outputs), strict=True)
+        losses, parts, entropies, log_probs = zip(*jax.device_get(outputs), strict=True)
         forward: list[np.ndarray | None] = [None] * len(completions)
         for micro, log_probs_T in zip(micro_batches, log_probs, strict=True):
             micro.gather(log_probs_T, forward)
@@ -185,6 +190,7 @@ class Learner:
             gradients,
             float(sum(losses)),
             _added(parts),
+            None if self.policy.arm == "native" else float(sum(entropies)),
             compare_tokens(completions, "trainer_fwd", forward),
         )
 
@@ -236,18 +242,23 @@ def _accumulate_gradients(
     *,
     policy: Policy,
     objective: Objective,
-) -> tuple[Parameters, jax.Array, LossParts, jax.Array]:
-    """`accumulated` plus one micro-batch's gradients; its loss, parts and float32 log-probabilities [T]."""
+) -> tuple[Parameters, jax.Array, LossParts, jax.Array, jax.Array]:
+    """`accumulated` plus one micro-batch's gradients; its loss, parts, sum of entropies (0 without regions) and float32
+    log-probabilities [T]."""
 
-    def loss_of(params: Parameters) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
-        log_probs_T = policy.score(params, buffers, batch, temperature)
+    def loss_of(params: Parameters, probe_T: jax.Array) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
+        probe = None if policy.arm == "native" else probe_T
+        log_probs_T = policy.score(params, buffers, batch, temperature, entropy_probe=probe)
         loss, parts = policy_loss(log_probs_T, inputs, objective)
         return loss, (parts, log_probs_T)
 
-    (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+    # The backward computes every row's logits again anyway, and gives their entropy as the probe's gradient.
+    of = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
+    (loss, (parts, log_probs_T)), (gradients, entropy_T) = of(params, jnp.zeros_like(inputs.mask))
+    entropy = jnp.sum(jnp.where(inputs.mask > 0, entropy_T, 0.0))
     # Widened before the sum: micro-batches would otherwise be rounded to the policy's dtype one by one.
     accumulated = {name: accumulated[name] + gradients[name].astype(jnp.float32) for name in accumulated}
-    return policy.placement.pinned(accumulated), loss, parts, log_probs_T
+    return policy.placement.pinned(accumulated), loss, parts, entropy, log_probs_T
 
 
 @partial(jax.jit, static_argnames=("optimizer", "policy"), donate_argnames=("state", "gradients"))
@@ -265,6 +276,11 @@ def _added(parts: Sequence[LossParts]) -> LossParts:
 
 def _mean(summed: Any, parts: LossParts) -> float:
     return float(summed / parts.tokens)
+
+
+def _mean_entropy(minibatches: Sequence[_Minibatch], total: LossParts) -> float | None:
+    sums = [minibatch.entropy for minibatch in minibatches if minibatch.entropy is not None]
+    return _mean(sum(sums), total) if sums else None
 
 
 _global_norm = jax.jit(optax.tree.norm)

@@ -61,6 +61,7 @@ def scores(rollout: list[Completion]) -> dict[str, Any]:
         "exact": checked.exact and found.mismatch.exact and not found.parts.ratio_off_one,
         "planted": wrong.mismatch_tokens,
         "gradients": distance(found.gradients, whole.gradients),
+        "entropy": found.entropy / whole.entropy,
     }
 
 

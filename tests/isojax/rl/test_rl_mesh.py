@@ -52,6 +52,7 @@ def test_every_device_holds_its_piece_and_the_engine_all_of_it(measured):
 def test_gradients_of_a_mesh_are_close_and_its_runs_repeat_and_resume_bit_for_bit(measured):
     # Each gradient is a bfloat16 value, of eight bits, rounded in every shard.
     assert 0 < measured["scores"]["gradients"] < 2**-6
+    assert measured["scores"]["entropy"] == pytest.approx(1, rel=1e-6)
     assert measured["deterministic"]
     assert measured["resumed"]
 
