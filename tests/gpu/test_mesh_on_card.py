@@ -1,4 +1,4 @@
-"""Several cards: each computes its own sequences with one card's bits, and an update leaves every card the same weights."""
+"""Several cards: each has its own sequences, one card's bits, and after an update the same weights as all others."""
 
 import dataclasses
 from functools import cache

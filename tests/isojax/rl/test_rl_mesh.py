@@ -6,14 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from rl_samples import completion, run_config, small_policy, small_trainer
+from rl_samples import completion, run_config, small_params, small_policy, small_trainer
 
 from contracts.errors import BadConfig, MeshNotClaimed
-from isojax import pack
+from isojax import export_policy, pack
 from isojax.contract import require_claimable
 from isojax.kernels.packing import Packing
+from isojax.rl.checkpoint_policy import load_checkpoint
 from isojax.rl.memory_split import memory_split
 from isojax.rl.packing import cut
 from isojax.rl.run_folder import RunFolder
@@ -22,9 +24,14 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def measured(runs):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(HERE / "mesh_training.py"), str(tmp_path_factory.mktemp("runs"))]
+    command = [sys.executable, str(HERE / "mesh_training.py"), str(runs)]
     run = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -60,6 +67,16 @@ def test_gradients_of_a_mesh_are_close_and_its_runs_repeat_and_resume_bit_for_bi
 @pytest.mark.slow
 def test_a_checkpoint_is_restored_onto_other_devices_exactly(measured):
     assert list(measured["moved"].values()) == [True, True]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_devices_is_exported_where_there_is_one(measured, runs):
+    assert jax.device_count() < 4
+    folder = RunFolder(runs / "first")
+    export_policy(folder.policy, small_policy(), small_params(), tokenizer_files={})
+    found = load_checkpoint(folder.path)
+    assert (found.step, found.weight_digest) == (2, measured["last_digest"])
+    assert {len(value.devices()) for value in found.params.values()} == {1}
 
 
 @pytest.mark.slow
