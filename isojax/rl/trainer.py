@@ -54,6 +54,7 @@ class Trainer:
     ) -> None:
         """`params` are the starting weights, which also stay as the frozen reference where a KL term asks for one.
 
+        policy: an `isojax.MeshPolicy` where the configuration has a mesh.
         contract: what `policy` and `engine` run; None in the native arm. Raises as `isojax.rl.arms.agree`: nothing is
         sampled before both agree.
         """
