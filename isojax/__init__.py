@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from isojax.contract import build_contract
     from isojax.export import export_policy
     from isojax.mesh import mesh_degrees, score_on_mesh
+    from isojax.mesh_policy import MeshPolicy, open_mesh
     from isojax.policy import PackedBatch, Policy, PolicyConfig, completion_rows, pack
     from isojax.rl.rollout import Completion, RolloutEngine, Sampling, open_engine
     from isojax.weights.digest import digest
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Completion",
+    "MeshPolicy",
     "PackedBatch",
     "Policy",
     "PolicyConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "load_policy",
     "mesh_degrees",
     "open_engine",
+    "open_mesh",
     "pack",
     "score_on_mesh",
     "tokenizer_files",
@@ -40,6 +43,7 @@ _HOMES = {
     "export_policy": "isojax.export",
     "mesh_degrees": "isojax.mesh",
     "score_on_mesh": "isojax.mesh",
+    **dict.fromkeys(("MeshPolicy", "open_mesh"), "isojax.mesh_policy"),
     "digest": "isojax.weights.digest",
     "load": "isojax.weights.load",
     "load_policy": "isojax.weights.load",

@@ -25,6 +25,7 @@ from contracts import (
     topology,
 )
 from contracts.errors import BadConfig
+from contracts.mesh_check import check_mesh
 from isojax.audit import AuditReport, RegionCall
 from isojax.cpu_arch import cpu_arch
 from isojax.kernels import Bundle, kernel_digests
@@ -93,6 +94,15 @@ def build_contract(
         claims=_claims(policy) if kernels is None else _unproved_claims(),
         toolchain=_toolchain(engine_runner, kernels),
     ).sealed()
+
+
+def require_claimable(policy: Policy, arch: str, mesh: Mapping[str, int]) -> None:
+    """Refuse a mesh that this policy's contract will not claim even when it is proved, before it is made.
+
+    Raises `MeshNotClaimed` as the contract's own `check_mesh` would.
+    """
+    claims = _claims(policy) if arch == "cpu" else _unproved_claims().model_copy(update={"state": "proved"})
+    check_mesh(_model(policy.config, tokenizer_digest({})), _semantics(policy, 1.0), claims, mesh)
 
 
 def audit_policy(policy: Policy) -> tuple[AuditReport, AuditReport]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from contracts.errors import IsojaxError
 from isojax.cli.exit_codes import INTERRUPTED
 from isojax.rl.assemble import assemble
+from isojax.rl.compilation_cache import use_compilation_cache
 from isojax.rl.config_file import load_config
 from isojax.rl.report import run_summary
 from isojax.rl.run_folder import RunFolder, latest_run, new_run
@@ -36,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     # JAX would take most of a card at its first use, and the engine needs its share of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     config = load_config(arguments.config)
+    use_compilation_cache(config.train.compilation_cache, arguments.config.parent)
     resume = arguments.resume is not None
     if resume:
         folder = RunFolder(Path(arguments.resume)) if arguments.resume else latest_run(arguments.runs, config.run_name)

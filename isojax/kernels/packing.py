@@ -1,6 +1,6 @@
-"""How a trainer must lay out a batch for sealed kernels."""
+"""How a trainer must lay out a batch: for sealed kernels, and for a mesh."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from pallas_kernels.kernel_shapes import TOKEN_STEP, KernelShapes
 
@@ -10,6 +10,7 @@ class Packing(TypedDict):
 
     start_multiple: int
     sealed_lengths: tuple[int, ...]
+    shards: NotRequired[int]
 
 
 UNSEALED = Packing(start_multiple=1, sealed_lengths=())

@@ -38,7 +38,7 @@ def pack(
     length_multiple: int = 64,
     start_multiple: int = 1,
     sealed_lengths: Sequence[int] = (),
-    shards: int = 1,
+    shards: int | Sequence[Sequence[int]] = 1,
     max_position: int | None = None,
     vocab_size: int | None = None,
 ) -> PackedBatch:
@@ -49,8 +49,8 @@ def pack(
     of it; padding fills the gaps. sealed_lengths: ascending; where given, a shard has the first of these lengths that
     holds it, whatever length_multiple says (both as `isojax.kernels.packing_of` has them for sealed kernels). shards:
     number of equal pieces of the token axis; no sequence straddles two of them, so a batch can be split over
-    data-parallel devices; the longest sequences are placed first, each on the emptiest shard. max_position and
-    vocab_size: the policy's limits, checked where given.
+    data-parallel devices; the longest sequences are placed first, each on the emptiest shard. Or which sequences each
+    piece holds, by index, every one once. max_position and vocab_size: the policy's limits, checked where given.
 
     Raises `EmptyBatch` for no sequences or a sequence without tokens, `PromptTooLong` beyond max_position, `BadConfig`
     for what is no token id, one outside of the vocabulary, a prompt length that does not fit its sequence, or more rows
@@ -90,11 +90,11 @@ def pack(
             allowed="an integer above 0",
             reason="T is a multiple of it.",
         )
-    placed = _place(lengths, shards)
+    placed = _place(lengths, shards) if isinstance(shards, int) else _checked_shards(shards, len(lengths))
     taken = [_round_up(length, start_multiple) for length in lengths]
     used = max(sum(taken[index] for index in shard) for shard in placed)
     shard_length = _sealed_length(used, sealed_lengths) if sealed_lengths else _round_up(used, length_multiple)
-    total = shard_length * shards
+    total = shard_length * len(placed)
     tokens, positions, targets = (np.zeros(total, np.int32) for _ in range(3))
     segment_ids = np.full(total, -1, np.int32)
     mask = np.zeros(total, np.bool_)
@@ -131,6 +131,17 @@ def _sealed_length(used: int, lengths: Sequence[int]) -> int:
         allowed=f"at most {lengths[-1]}",
         reason="The policy's trainer kernels are sealed for no longer batch; pack fewer sequences at once.",
     )
+
+
+def _checked_shards(shards: Sequence[Sequence[int]], count: int) -> Sequence[Sequence[int]]:
+    if sorted(index for shard in shards for index in shard) != list(range(count)):
+        raise BadConfig(
+            field="shards",
+            found=[list(shard) for shard in shards],
+            allowed=f"each index in 0..{count - 1} once",
+            reason="A sequence lies in one piece of the token axis.",
+        )
+    return shards
 
 
 def _place(lengths: Sequence[int], shards: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from isojax.kernels.packing import UNSEALED, Packing
 from isojax.policy.batch import PackedBatch, PerToken
 from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import REMATS, DensePolicy, Remat
+from isojax.policy.placement import OneDevice, Placement
 from isojax.policy.rope import rope_table
 from pallas_kernels import counters
 
@@ -75,6 +76,7 @@ class Policy:
         # a trainer lays out its batches. Loading a policy with sealed kernels sets both to theirs.
         self.row_buckets: tuple[int, ...] = ()
         self.packing: Packing = UNSEALED
+        self.placement: Placement = OneDevice()
         self.buffers: dict[str, jax.Array] = {"rope_table": jnp.asarray(table)}
         abstract = nnx.eval_shape(lambda: DensePolicy(config, jnp.dtype(dtype), remat, operations))
         self._definition, state = nnx.split(abstract)
@@ -87,6 +89,11 @@ class Policy:
     def arm(self) -> Arm:
         """ "exact" with regions, "native" without: then nothing is promised of its bits."""
         return "exact" if self.operations is pallas_kernels else "native"
+
+    @property
+    def on_one_device(self) -> "Policy":
+        """This policy without a mesh."""
+        return self
 
     def module(self, params: Parameters, gather_axis: str | None = None) -> DensePolicy:
         """The Flax module that holds these parameters.
@@ -204,13 +211,17 @@ class Policy:
         wanted = np.asarray(rows)
         _check_not_empty(wanted, "rows")
         _check_range(wanted, len(batch.tokens), "rows", "The batch has no other rows.")
-        # Padded by repeating a row, so that few row counts are compiled; a row's bits don't depend on its neighbours.
-        bucket = next(
-            (size for size in self.row_buckets if size >= len(wanted)), -(-len(wanted) // _ROW_STEP) * _ROW_STEP
-        )
-        padded = np.pad(wanted.astype(np.int32), (0, bucket - len(wanted)), mode="edge")
         with counters.case("trainer_score"):
-            return self._rows(dict(params), self.buffers, batch, padded, jnp.float32(temperature))[: len(wanted)]
+            return self._row_values(params, batch, wanted, jnp.float32(temperature))
+
+    def _row_values(self, params: Parameters, batch: PackedBatch, rows: np.ndarray, temperature: Any) -> jax.Array:
+        # Padded by repeating a row, so that few row counts are compiled; a row's bits don't depend on its neighbours.
+        padded = np.pad(rows.astype(np.int32), (0, self._row_bucket(len(rows)) - len(rows)), mode="edge")
+        return self._rows(dict(params), self.buffers, batch, padded, temperature)[: len(rows)]
+
+    def _row_bucket(self, count: int) -> int:
+        """How many rows are computed where `count` are wanted."""
+        return next((size for size in self.row_buckets if size >= count), -(-count // _ROW_STEP) * _ROW_STEP)
 
     @cached_property
     def _score(self) -> Callable[..., jax.Array]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from contracts import ExecutionContract, bits_float, handshake
 from contracts.errors import BadConfig
-from isojax.mesh import mesh_degrees
 from isojax.policy.policy import Policy
 from isojax.rl.config import Config
 from isojax.rl.rollout import RolloutEngine
@@ -50,7 +48,14 @@ def agree(config: Config, policy: Policy, contract: ExecutionContract | None, en
             allowed=f"the contract's {temperature}",
             reason="Log-probabilities are log_softmax(logits / T) at one T on both sides.",
         )
-    mesh = mesh_degrees(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("dp",)))
+    mesh, placed = config.train.mesh.degrees, policy.placement.degrees
+    if any(placed.get(axis, 1) != mesh.get(axis, 1) for axis in mesh.keys() | placed.keys()):
+        raise BadConfig(
+            field="train.mesh",
+            found=mesh,
+            allowed=f"the policy's {placed}",
+            reason="The policy was placed on other devices; see isojax.MeshPolicy.",
+        )
     contract.check_mesh(mesh)
     handshake(contract, engine.report(), trainer_mesh=mesh)
     return Agreement(temperature, contract.validate_identities().numerical_policy)

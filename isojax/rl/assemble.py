@@ -9,7 +9,9 @@ import jax
 
 from contracts import load_contract, token_ids
 from contracts.errors import BadConfig
+from isojax.contract import require_claimable
 from isojax.export import export_checkpoint, export_policy
+from isojax.mesh_policy import MeshPolicy, open_mesh
 from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import Remat
 from isojax.policy.native import native_policy
@@ -48,6 +50,7 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     exact = config.policy.arm == "exact"
     if config.metrics.tensorboard:
         require_tensorboard()
+    mesh = open_mesh(config.train.mesh.degrees)
     if resume:
         folder.require_same_config(config)
     else:
@@ -55,6 +58,8 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
         # Before kernels are sealed and proved, which takes minutes.
         _require_memory(config, policy)
         arch = machine_arch()
+        if exact:
+            require_claimable(policy, arch, config.train.mesh.degrees)
         kernels = None
         if exact and arch != "cpu":
             kernels = seal_for_run(policy, run_shapes(config, policy.config.max_position))
@@ -77,8 +82,10 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     if stop is not None:
         token_ids(stop, field="rollout.stop_token_ids", vocab_size=policy.config.vocab_size)
     contract = load_contract(folder.policy) if exact else None
-    if not exact:
+    if contract is None:
         policy = native_policy(policy, -(-longest // ROW_STEP) * ROW_STEP)
+    elif mesh.size > 1:
+        policy = MeshPolicy(policy, mesh, contract)
     # The trainer keeps still while the engine captures graphs: work of another thread would break a capture.
     jax.block_until_ready(params)
     engine = open_engine(config.engine.name, folder.policy, arm=config.policy.arm, **config.engine.settings)
@@ -167,7 +174,8 @@ def _require_fitting_prompts(config: Config, policy: Policy, task: Task, encoder
 
 
 def _require_memory(config: Config, policy: Policy) -> None:
-    """Refuse a card that cannot hold trainer and engine, before the engine is started."""
+    """Refuse a card that cannot hold trainer and engine, before the engine is started: on a mesh the first, which has
+    its piece of the trainer and all of the engine."""
     card = getattr(engine_class(config.engine.name), "device_bytes", lambda: None)()
     kv_cache_bytes = config.engine.settings.get("kv_cache_bytes", DEFAULT_KV_CACHE_BYTES)
     # What is no number, the engine refuses itself.
@@ -178,5 +186,7 @@ def _require_memory(config: Config, policy: Policy) -> None:
         kv_cache_bytes=kv_cache_bytes,
         reserve_bytes=config.engine.memory.reserve_bytes,
         with_reference=bool(config.algorithm.objective.kl_weight),
+        devices=config.train.mesh.devices,
+        pieces=config.train.mesh.fsdp,
     )
     split.require_fit(card, (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"))

@@ -80,7 +80,7 @@ class Checkpoints:
             raise cannot_write(self.folder / str(progress.step), str(error)[-300:]) from error
 
     def restore(self, step: int, like: LearnerState) -> tuple[LearnerState, Progress]:
-        """The state and progress of a step. `like`: a state of the same shapes, whose values are not used.
+        """The state and progress of a step, placed as `like` is: a state of the same shapes, whose values are not used.
 
         Raises BadCheckpoint if the step is not there, or is damaged, or belongs to another policy or optimizer.
         """

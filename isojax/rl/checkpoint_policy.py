@@ -47,6 +47,8 @@ def load_checkpoint(checkpoint: Path) -> CheckpointPolicy:
     policy = load_policy(folder.policy, config.policy.dtype)
     optimizer = build_optimizer(config.optimizer)
     like = jax.eval_shape(lambda: start_state(optimizer, jax.tree.map(_zeros, policy.parameter_shapes)))
+    # Said of every array, since the devices that wrote it need not be here.
+    like = jax.tree.map(_placed, like, policy.placement.shardings(like))
     checkpoints = Checkpoints(folder.checkpoints)
     try:
         state, progress = checkpoints.restore(step, like)
@@ -70,6 +72,10 @@ def load_checkpoint(checkpoint: Path) -> CheckpointPolicy:
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.numpy.zeros(shape.shape, shape.dtype)
+
+
+def _placed(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _is_run(folder: RunFolder) -> bool:

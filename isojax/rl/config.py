@@ -94,12 +94,35 @@ class OptimizerSection(Section):
     max_gradient_norm: PositiveFloat = 1.0
 
 
+class MeshSection(Section):
+    """The devices that train: dp * fsdp of them, each with sequences of its own.
+
+    fsdp: pieces that master weights, moments and the policy's copies are cut into. dp: devices with the same piece.
+    """
+
+    dp: Positive = 1
+    fsdp: Positive = 1
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degree by mesh axis, the innermost last."""
+        return {"dp": self.dp, "fsdp": self.fsdp}
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.dp * self.fsdp
+
+
 class TrainSection(Section):
     """How long, and how the batch is cut.
 
-    micro_batch_tokens: most tokens in one packed micro-batch; gradients are accumulated over them in float32.
+    micro_batch_tokens: most tokens in one packed micro-batch, on each device; gradients are accumulated over them in
+      float32.
+    mesh: the devices that train.
     remat: what the backward computes again instead of keeping it: "none", "layer" or "regions", see `isojax.Policy`.
     checkpoint_every: steps between checkpoints (the last step always has one). keep_checkpoints: how many stay.
+    compilation_cache: folder that keeps compiled programs between runs, "default" for the user's own, or "off".
     """
 
     steps: Positive
@@ -107,6 +130,8 @@ class TrainSection(Section):
     remat: Remat = "none"
     checkpoint_every: Positive = 1
     keep_checkpoints: Positive = 2
+    compilation_cache: Annotated[str, Field(min_length=1)] = "default"
+    mesh: MeshSection = MeshSection()
 
 
 class CheckSection(Section):
@@ -171,6 +196,12 @@ class Config(Section):
                 "policy.arm = 'native' needs check.on_mismatch = 'record': stock stacks differ in almost every token, "
                 "so a run that stops at the first difference would end in its first step"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _native_has_one_device(self) -> Config:
+        if self.policy.arm == "native" and self.train.mesh.devices > 1:
+            raise ValueError("policy.arm = 'native' trains on one device: leave train.mesh out")
         return self
 
     @model_validator(mode="after")

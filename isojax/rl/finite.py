@@ -51,6 +51,7 @@ def _first_region(completion: Completion, place: int, policy: Policy, params: Pa
     if policy.arm == "native":
         return "unknown (the native arm has none)"
     history = completion.prompt_tokens + completion.tokens[:place]
-    found = first_non_finite(capture_forward(policy, params, pack([history])), rows=len(history))
+    whole = policy.placement.whole(params)
+    found = first_non_finite(capture_forward(policy.on_one_device, whole, pack([history])), rows=len(history))
     # The trainer's own forward is finite: the value was spoiled behind the last region that both sides share.
     return str(found[0]) if found else "log_prob_rows, on the engine's side alone"

@@ -41,6 +41,7 @@ class UpdateResult:
     policy_kl: k1 and k3 estimates of KL(rollout || policy). reference_kl: of KL(policy || reference), or None.
     mismatch: the engine against trainer_fwd, over the tokens of the first minibatch, before any weight moved; of
       nothing where other weights had sampled the rollout.
+    entropy: of the policy that the updates saw, in nats, over all of their tokens; None without regions.
     gradient_norm: before clipping, the largest of the updates.
     updates: optimizer steps; 0, and 0 everywhere else, where no group was left to learn from.
     """
@@ -51,22 +52,28 @@ class UpdateResult:
     clip_fraction: float = 0.0
     first_clip_fraction: float = 0.0
     first_ratio_off_one: int = 0
+    entropy: float | None = None
     gradient_norm: float = 0.0
     updates: int = 0
     mismatch: Mismatch = field(default_factory=Mismatch)
 
 
 class _Minibatch(NamedTuple):
-    """Accumulated float32 gradients of one minibatch, its loss, parts, and the engine against trainer_fwd."""
+    """Accumulated float32 gradients of one minibatch, its loss, parts, sum of entropies, and the engine against
+    trainer_fwd."""
 
     gradients: Parameters
     loss: float
     parts: LossParts
+    entropy: float | None
     mismatch: Mismatch
 
 
 class Learner:
-    """Owns the master weights and the optimizer; `params` are the copies that score, sync and the next rollout use."""
+    """Owns the master weights and the optimizer; `params` are the copies that score, sync and the next rollout use.
+
+    All of them lie as the policy's placement says: on one device, or every device of a mesh its piece.
+    """
 
     def __init__(
         self,
@@ -84,13 +91,17 @@ class Learner:
         self.micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         # Placed explicitly, as a restored checkpoint's arrays are, so that both run the same compiled programs.
-        self.params: Parameters = jax.device_put(dict(params), jax.devices()[0])
-        self.state = start_state(build_optimizer(optimizer), self.params)
+        self.params: Parameters = jax.device_put(dict(params), policy.placement.shardings(dict(params)))
+        self.state = _start(self.params, optimizer=optimizer, policy=policy)
 
     def restore(self, state: LearnerState) -> None:
         """Continue from a checkpoint's state."""
         self.state = state
         self.params = jax.jit(partial(compute_copies, policy=self.policy))(state.master)
+
+    def whole_params(self) -> Parameters:
+        """`params` on one device, as an engine takes them."""
+        return self.policy.placement.whole(self.params)
 
     def update(
         self,
@@ -133,6 +144,7 @@ class Learner:
             clip_fraction=_mean(total.clipped, total),
             first_clip_fraction=_mean(first.parts.clipped, first.parts),
             first_ratio_off_one=int(first.parts.ratio_off_one),
+            entropy=_mean_entropy(minibatches, total),
             gradient_norm=max(norms),
             updates=len(norms),
             mismatch=first.mismatch if on_policy else Mismatch(),
@@ -149,17 +161,20 @@ class Learner:
         # Of the whole minibatch, whatever micro-batches it is then cut into.
         lengths = [len(completions[index].tokens) for index in indices]
         weights = dict(zip(indices, token_weights(lengths, self.algorithm.objective.weighting), strict=True))
-        gradients = {name: jnp.zeros(value.shape, jnp.float32) for name, value in self.params.items()}
+        gradients = {
+            name: jnp.zeros(value.shape, jnp.float32, device=value.sharding) for name, value in self.params.items()
+        }
         micro_batches = cut(completions, indices, self.micro_batch_tokens, self.policy.packing)
         outputs = []
         with counters.case("trainer_fwd"):
             for micro in micro_batches:
                 inputs = self._loss_inputs(micro, completions, advantages, weights, reference)
+                batch, inputs = jax.device_put((micro.batch, inputs), self.policy.placement.rows)
                 gradients, *output = _accumulate_gradients(
                     self.params,
                     gradients,
                     self.policy.buffers,
-                    micro.batch,
+                    batch,
                     inputs,
                     jnp.float32(self.temperature),
                     policy=self.policy,
@@ -167,7 +182,7 @@ class Learner:
                 )
                 outputs.append(output)
         # Fetched after the last micro-batch was sent, so that the device never waits for the host between two.
-        losses, parts, log_probs = zip(*jax.device_get(outputs), strict=True)
+        losses, parts, entropies, log_probs = zip(*jax.device_get(outputs), strict=True)
         forward: list[np.ndarray | None] = [None] * len(completions)
         for micro, log_probs_T in zip(micro_batches, log_probs, strict=True):
             micro.gather(log_probs_T, forward)
@@ -175,6 +190,7 @@ class Learner:
             gradients,
             float(sum(losses)),
             _added(parts),
+            None if self.policy.arm == "native" else float(sum(entropies)),
             compare_tokens(completions, "trainer_fwd", forward),
         )
 
@@ -210,6 +226,11 @@ class Learner:
 
 
 # Functions of the module and not of a learner, so that learners of one policy share what was compiled.
+@partial(jax.jit, static_argnames=("optimizer", "policy"))
+def _start(params: Parameters, *, optimizer: OptimizerSection, policy: Policy) -> LearnerState:
+    return policy.placement.pinned(start_state(build_optimizer(optimizer), params))
+
+
 @partial(jax.jit, static_argnames=("policy", "objective"), donate_argnames="accumulated")
 def _accumulate_gradients(
     params: Parameters,
@@ -221,18 +242,23 @@ def _accumulate_gradients(
     *,
     policy: Policy,
     objective: Objective,
-) -> tuple[Parameters, jax.Array, LossParts, jax.Array]:
-    """`accumulated` plus one micro-batch's gradients; its loss, parts and float32 log-probabilities [T]."""
+) -> tuple[Parameters, jax.Array, LossParts, jax.Array, jax.Array]:
+    """`accumulated` plus one micro-batch's gradients; its loss, parts, sum of entropies (0 without regions) and float32
+    log-probabilities [T]."""
 
-    def loss_of(params: Parameters) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
-        log_probs_T = policy.score(params, buffers, batch, temperature)
+    def loss_of(params: Parameters, probe_T: jax.Array) -> tuple[jax.Array, tuple[LossParts, jax.Array]]:
+        probe = None if policy.arm == "native" else probe_T
+        log_probs_T = policy.score(params, buffers, batch, temperature, entropy_probe=probe)
         loss, parts = policy_loss(log_probs_T, inputs, objective)
         return loss, (parts, log_probs_T)
 
-    (loss, (parts, log_probs_T)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+    # The backward computes every row's logits again anyway, and gives their entropy as the probe's gradient.
+    of = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
+    (loss, (parts, log_probs_T)), (gradients, entropy_T) = of(params, jnp.zeros_like(inputs.mask))
+    entropy = jnp.sum(jnp.where(inputs.mask > 0, entropy_T, 0.0))
     # Widened before the sum: micro-batches would otherwise be rounded to the policy's dtype one by one.
     accumulated = {name: accumulated[name] + gradients[name].astype(jnp.float32) for name in accumulated}
-    return accumulated, loss, parts, log_probs_T
+    return policy.placement.pinned(accumulated), loss, parts, entropy, log_probs_T
 
 
 @partial(jax.jit, static_argnames=("optimizer", "policy"), donate_argnames=("state", "gradients"))
@@ -241,7 +267,7 @@ def _apply_gradients(
 ) -> tuple[LearnerState, Parameters]:
     updates, moments = build_optimizer(optimizer).update(gradients, state.optimizer, state.master)
     master = optax.apply_updates(state.master, updates)
-    return LearnerState(master, moments), compute_copies(master, policy)
+    return policy.placement.pinned(LearnerState(master, moments)), compute_copies(master, policy)
 
 
 def _added(parts: Sequence[LossParts]) -> LossParts:
@@ -250,6 +276,11 @@ def _added(parts: Sequence[LossParts]) -> LossParts:
 
 def _mean(summed: Any, parts: LossParts) -> float:
     return float(summed / parts.tokens)
+
+
+def _mean_entropy(minibatches: Sequence[_Minibatch], total: LossParts) -> float | None:
+    sums = [minibatch.entropy for minibatch in minibatches if minibatch.entropy is not None]
+    return _mean(sum(sums), total) if sums else None
 
 
 _global_norm = jax.jit(optax.tree.norm)

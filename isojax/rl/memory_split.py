@@ -19,7 +19,8 @@ class MemorySplit:
 
     weights: the trainer's copies that compute, and those that replace them in an update. reference: the frozen policy
     of a KL term. master, moments: float32 weights, and AdamW's two moments. gradients: one micro-batch's, in the
-    policy's dtype, and their float32 sum. engine_weights, kv_cache: the engine's.
+    policy's dtype, and their float32 sum. whole: on a mesh the weights that a sync gathers. engine_weights, kv_cache:
+    the engine's.
     reserve: activations, workspaces, captured graphs.
     """
 
@@ -28,6 +29,7 @@ class MemorySplit:
     master: int
     moments: int
     gradients: int
+    whole: int
     engine_weights: int
     kv_cache: int
     reserve: int
@@ -35,7 +37,7 @@ class MemorySplit:
     @property
     def trainer(self) -> int:
         """What the trainer's own allocator must give, the reserve aside."""
-        return self.weights + self.reference + self.master + self.moments + self.gradients
+        return self.weights + self.reference + self.master + self.moments + self.gradients + self.whole
 
     @property
     def total(self) -> int:
@@ -50,6 +52,7 @@ class MemorySplit:
             ("float32 master", self.master),
             ("Adam moments", self.moments),
             ("gradients", self.gradients),
+            ("weights gathered for a sync", self.whole),
             ("engine's weights", self.engine_weights),
             ("KV cache", self.kv_cache),
             ("reserve", self.reserve),
@@ -80,18 +83,30 @@ class MemorySplit:
 
 
 def memory_split(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], *, kv_cache_bytes: int, reserve_bytes: int, with_reference: bool
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    kv_cache_bytes: int,
+    reserve_bytes: int,
+    with_reference: bool,
+    devices: int = 1,
+    pieces: int = 1,
 ) -> MemorySplit:
-    """The split for a policy's parameters (`Policy.parameter_shapes`); with_reference: whether there is a KL term."""
-    elements = sum(math.prod(shape.shape) for shape in shapes.values())
-    weights = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes.values())
+    """The split for a policy's parameters (`Policy.parameter_shapes`), on the card that the engine shares.
+
+    with_reference: whether there is a KL term. devices: that train. pieces: into which their arrays are cut.
+    """
+    whole = sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes.values())
+    elements = sum(math.prod(shape.shape) for shape in shapes.values()) // pieces
+    weights = whole // pieces
     return MemorySplit(
         weights=2 * weights,
         reference=weights if with_reference else 0,
         master=_FLOAT32 * elements,
         moments=2 * _FLOAT32 * elements,
         gradients=weights + _FLOAT32 * elements,
-        engine_weights=weights,
+        # Also where nothing is cut: a copy on one device of what lies on several.
+        whole=whole if devices > 1 else 0,
+        engine_weights=whole,
         kv_cache=kv_cache_bytes,
         reserve=reserve_bytes,
     )

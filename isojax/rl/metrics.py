@@ -34,7 +34,8 @@ class StepMetrics:
       averaged over their tokens; 0 with one update a rollout and no lag, because the ratio is exactly 1. kl, kl_k1: the
       same estimates of KL(updated policy || frozen reference), or None when the objective has no KL term.
     entropy: of the policy that sampled, in nats, exact over the full rows, or None without any. entropy_sampled: the
-      mean of -log p over all sampled tokens, an unbiased estimate of the same.
+      mean of -log p over all sampled tokens, an unbiased estimate of the same. entropy_train: of the policy that the
+      updates saw, exact over all of their tokens, or None where there was no update or the arm is the native one.
     first_ratio_off_one, first_clip_fraction: of the first minibatch after the rollout; both are exactly 0 unless the
       rollout was sampled from older weights.
     clip_fraction: over all updates. gradient_norm: before clipping, the largest of the step's updates.
@@ -67,6 +68,7 @@ class StepMetrics:
     policy_kl_k1: float
     entropy: float | None
     entropy_sampled: float
+    entropy_train: float | None
     clip_fraction: float
     first_clip_fraction: float
     first_ratio_off_one: int
@@ -131,6 +133,7 @@ def step_metrics(
         policy_kl_k1=result.policy_kl.k1,
         entropy=rollout.entropy,
         entropy_sampled=sampled_entropy(rollout.completions),
+        entropy_train=result.entropy,
         clip_fraction=result.clip_fraction,
         first_clip_fraction=result.first_clip_fraction,
         first_ratio_off_one=result.first_ratio_off_one,

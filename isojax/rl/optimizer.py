@@ -47,16 +47,23 @@ def build_optimizer(settings: OptimizerSection) -> optax.GradientTransformation:
 
 
 def start_state(optimizer: optax.GradientTransformation, params: Mapping[str, jax.Array]) -> LearnerState:
-    """Master weights widened from `params` (exact) and a fresh optimizer."""
+    """Master weights widened from `params` (exact) and a fresh optimizer, its moments cut as `params` are."""
     master = {name: jnp.array(value, jnp.float32, copy=True) for name, value in params.items()}
     return LearnerState(master, optimizer.init(master))
 
 
 def compute_copies(master: Mapping[str, jax.Array], policy: Policy) -> Parameters:
-    """The master weights in the policy's dtype, rounded to nearest even by its cast region; pure and traceable."""
-    if policy.dtype == "float32":
-        return {name: jnp.copy(value) for name, value in master.items()}
-    return {name: policy.operations.cast(value, dtype=policy.dtype) for name, value in master.items()}
+    """The master weights in the policy's dtype, rounded to nearest even by its cast region; pure and traceable.
+
+    On a mesh every device casts its own pieces.
+    """
+
+    def copies(pieces: Parameters) -> Parameters:
+        if policy.dtype == "float32":
+            return {name: jnp.copy(value) for name, value in pieces.items()}
+        return {name: policy.operations.cast(value, dtype=policy.dtype) for name, value in pieces.items()}
+
+    return policy.placement.by_piece(copies)(dict(master))
 
 
 def _decays(params: Mapping[str, jax.Array]) -> dict[str, bool]:

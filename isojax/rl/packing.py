@@ -50,28 +50,34 @@ def cut(
 ) -> list[MicroBatch]:
     """Micro-batches of at most `capacity` tokens with the completions at `indices`, each of them whole.
 
-    First fit in the given order. Batches are padded to `capacity` halved as often as their content allows, so that only
-    a handful of lengths is ever compiled; for sealed kernels to the next sealed length, and sequences start where these
-    ask for it (`Policy.packing`). Raises BadConfig if one sequence is longer than a micro-batch, or no sealed length is
-    within `capacity`.
+    First fit in the given order. On a mesh every shard has up to `capacity` tokens, and a sequence goes to the emptiest
+    of a micro-batch, so that none is cut and no device is idle for long. Batches are padded to `capacity` halved as
+    often as their content allows, so that only a handful of lengths is ever compiled; for sealed kernels to the next
+    sealed length, and sequences start where these ask for it (`Policy.packing`). Raises BadConfig if one sequence is
+    longer than a micro-batch, or no sealed length is within `capacity`.
     """
     capacity, sealed_lengths = fitting_lengths(capacity, packing)
-    contents: list[list[int]] = []
-    used: list[int] = []
+    shards = packing.get("shards", 1)
+    # By micro-batch, and in it by shard.
+    contents: list[list[list[int]]] = []
+    used: list[list[int]] = []
     for index in indices:
         tokens = len(completions[index].prompt_tokens) + len(completions[index].tokens)
         require_fitting(tokens, capacity, packing, f"Completion {index} with its prompt")
         length = -(-tokens // packing["start_multiple"]) * packing["start_multiple"]
-        place = next((number for number, tokens in enumerate(used) if tokens + length <= capacity), None)
+        place = next((number for number, filled in enumerate(used) if min(filled) + length <= capacity), None)
         if place is None:
-            contents.append([])
-            used.append(0)
+            contents.append([[] for _ in range(shards)])
+            used.append([0] * shards)
             place = len(used) - 1
-        contents[place].append(index)
-        used[place] += length
+        emptiest = used[place].index(min(used[place]))
+        contents[place][emptiest].append(index)
+        used[place][emptiest] += length
     return [
-        _micro_batch(completions, content, padded_length(tokens, capacity), packing["start_multiple"], sealed_lengths)
-        for content, tokens in zip(contents, used, strict=True)
+        _micro_batch(
+            completions, content, padded_length(max(filled), capacity), packing["start_multiple"], sealed_lengths
+        )
+        for content, filled in zip(contents, used, strict=True)
     ]
 
 
@@ -124,17 +130,20 @@ def padded_length(tokens: int, capacity: int) -> int:
 
 def _micro_batch(
     completions: Sequence[Completion],
-    content: list[int],
+    content: list[list[int]],
     length: int,
     start_multiple: int,
     sealed_lengths: Sequence[int],
 ) -> MicroBatch:
-    chosen = [completions[index] for index in content]
+    indices = [index for shard in content for index in shard]
+    chosen = [completions[index] for index in indices]
+    numbers = iter(range(len(indices)))
     batch = pack(
         [completion.prompt_tokens + completion.tokens for completion in chosen],
         [len(completion.prompt_tokens) for completion in chosen],
         length_multiple=length,
         start_multiple=start_multiple,
         sealed_lengths=sealed_lengths,
+        shards=[[next(numbers) for _ in shard] for shard in content],
     )
-    return MicroBatch(tuple(content), batch, tuple(completion_rows(batch, number) for number in range(len(chosen))))
+    return MicroBatch(tuple(indices), batch, tuple(completion_rows(batch, number) for number in range(len(chosen))))

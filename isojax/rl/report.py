@@ -149,6 +149,8 @@ def _charts(lines: Sequence[dict[str, Any]]) -> list[str]:
     entropy = [Line("estimate, all sampled tokens", values("entropy_sampled"))]
     if any(line["entropy"] is not None for line in lines):
         entropy.append(Line("exact, full rows", values("entropy"), 2))
+    if any(line["entropy_train"] is not None for line in lines):
+        entropy.append(Line("exact, all tokens of the updates", values("entropy_train"), 4))
     return [
         chart("Reward", steps, curves),
         chart(

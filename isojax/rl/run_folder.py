@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from isojax.rl.files import write_atomically
 
 # What may change when a run is resumed: how long it goes on and what it keeps, and nothing that decides a bit.
 RESUMABLE = (
-    *(("train", "steps"), ("train", "checkpoint_every"), ("train", "keep_checkpoints")),
+    *(("train", "steps"), ("train", "checkpoint_every"), ("train", "keep_checkpoints"), ("train", "compilation_cache")),
     *(("check", "on_mismatch"), ("metrics", "tensorboard"), ("engine", "memory", "reserve_bytes")),
 )
+# What may change too, and is said: on other devices the sums of later updates round otherwise.
+MESH = (("train", "mesh", "dp"), ("train", "mesh", "fsdp"))
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,25 @@ class RunFolder:
         write_atomically(self.config, json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
 
     def require_same_config(self, config: Config) -> None:
-        """Raise BadConfig, naming the first key, if the run was started with another setting that decides its bits."""
+        """Raise BadConfig, naming the first key, if the run was started with another setting that decides its bits.
+
+        Another mesh is taken, and said on stderr: a checkpoint is restored onto it exactly.
+        """
         old = read_json_object(self.config, refusal=BadConfig, allowed="a folder that isojax train wrote")
         for key, before, now in _differences(old, config.model_dump(mode="json"), ()):
-            if key not in RESUMABLE:
+            if key in MESH:
+                print(
+                    f"isojax: {'.'.join(key)} was {before} and is {now}: weights and optimizer are the "
+                    "checkpoint's, bit for bit; sums of later updates are rounded in another order than they would be",
+                    file=sys.stderr,
+                )
+            elif key not in RESUMABLE:
                 raise BadConfig(
                     field=".".join(key),
                     found=now,
                     allowed=before,
                     reason=f"{self.path} was started with it; a resumed run continues exactly. Keys that may change: "
-                    + ", ".join(".".join(name) for name in RESUMABLE)
+                    + ", ".join(".".join(name) for name in RESUMABLE + MESH)
                     + ".",
                 )
 

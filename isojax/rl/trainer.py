@@ -54,6 +54,7 @@ class Trainer:
     ) -> None:
         """`params` are the starting weights, which also stay as the frozen reference where a KL term asks for one.
 
+        policy: an `isojax.MeshPolicy` where the configuration has a mesh.
         contract: what `policy` and `engine` run; None in the native arm. Raises as `isojax.rl.arms.agree`: nothing is
         sampled before both agree.
         """
@@ -259,7 +260,7 @@ class Trainer:
     def _sync(self, progress: Progress | None = None) -> None:
         """Give the engine the learner's weights and check that it holds them."""
         expected = (progress or self.progress).weight_digest
-        held = self.engine.sync(self.learner.params)
+        held = self.engine.sync(self.learner.whole_params())
         if held != expected:
             raise WeightDigestMismatch(
                 field="weight digest after sync", found=held, allowed=expected, reason="The engine holds other weights."

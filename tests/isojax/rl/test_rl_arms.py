@@ -36,6 +36,7 @@ def test_everything_that_a_native_run_leaves_says_so(finished):
     lines = read_metrics(finished.folder.metrics)
     assert {line["arm"] for line in lines} == {"native"}
     assert {line["numerical_policy"] for line in lines} == {"native"}
+    assert {line["entropy_train"] for line in lines} == {None}
     page = finished.folder.report.read_text()
     assert "<title>isojax run small-native (native arm: no contract)</title>" in page
     assert "<b>Native arm.</b> No contract is claimed." in page

@@ -104,6 +104,7 @@ def test_a_step_without_a_group_to_learn_from_leaves_the_weights_as_they_are(tmp
     metrics = trainer.step()
     assert leaf_bits(trainer.learner.params) == leaf_bits(small_params())
     assert (metrics.updates, metrics.kept_groups, metrics.sampled_groups, metrics.policy_version) == (0, 0, 4, 0)
+    assert metrics.entropy_train is None
     # Also what is not learned from was compared.
     assert (metrics.tokens, metrics.mismatch_tokens) == (48, 0)
     assert read_metrics(trainer.folder.metrics)[0]["loss"] == 0
@@ -155,6 +156,14 @@ def test_a_rollout_comes_back_from_json_with_every_bit():
         assert one.log_probs.dtype == np.float32
         assert one.log_probs.tobytes() == other.log_probs.tobytes()
         assert dataclasses.replace(one, log_probs=0) == dataclasses.replace(other, log_probs=0)
+
+
+def test_the_entropy_that_comes_with_the_gradients_is_that_of_the_full_rows(tmp_path):
+    # Full rows of every token that the one update sees.
+    trainer = small_trainer(tmp_path, run_config(check={"full_rows": 24}))
+    line = trainer.step()
+    assert (line.full_rows, line.tokens, line.updates) == (24, 24, 1)
+    assert line.entropy_train == pytest.approx(line.entropy, rel=1e-5)
 
 
 def test_the_entropy_of_a_row_in_closed_form():
