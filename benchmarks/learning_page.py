@@ -28,7 +28,7 @@ def pictures(found: Mapping[str, Any]) -> dict[str, str]:
         line
         for color, arm in enumerate(ARMS, start=1)
         for line in (
-            Line(f"{arm}, a step", curves[arm]["reward_mean"], color, faint=True),
+            Line(f"{arm}, steps", curves[arm]["reward_mean"], color, faint=True),
             Line(f"{arm}, mean of {SMOOTHED}", smoothed(curves[arm]["reward_mean"], SMOOTHED), color),
         )
     ]
@@ -54,6 +54,7 @@ def page(found: Mapping[str, Any], where: str = "pictures") -> str:
     """The page's text. where: the pictures' folder, as seen from the page's."""
     config = found["config"]
     rollout, task = config["rollout"], config["task"]
+    prompts = task["name"] or task["path"] or task["prompts"]
     policy = config["policy"].get("source") or "random weights"
     completions = rollout["prompts_per_step"] * rollout["group_size"]
     commands = [f"isojax train {found['examples'][arm]}" for arm in ARMS if found["examples"][arm]]
@@ -61,7 +62,7 @@ def page(found: Mapping[str, Any], where: str = "pictures") -> str:
     parts = [
         "# Results: learning with equal bits, and without",
         "Made by `benchmarks/learning_curve.py` from `benchmarks/results/learning_curve_h200.json`. Do not edit it.",
-        f"{found['steps']} steps of {config['algorithm']['name'].upper()} on {task.get('name') or task['source']}, "
+        f"{found['steps']} steps of {config['algorithm']['name'].upper()} on {prompts}, "
         f"policy {policy}: {rollout['prompts_per_step']} prompts of {rollout['group_size']} completions a step "
         f"({completions} in all), at most {rollout['max_tokens']} tokens each, learning rate "
         f"{config['optimizer']['learning_rate']:g}, seed {config['seed']}. One run in each arm, equal in every setting "
@@ -70,8 +71,8 @@ def page(found: Mapping[str, Any], where: str = "pictures") -> str:
         f"![mean reward of both arms]({where}/{REWARD})",
         _reward_table(found),
         f"A standard error is that of the mean of {found['steps_averaged']} steps, from their scatter. It says nothing "
-        "of other seeds, of which none was run. Both arms start from the same weights, prompts and request seeds; they "
-        "sample other tokens as soon as one log-probability differs.",
+        "of other seeds, of which none was run. Both arms start from the same weights and see the same prompts; each "
+        "engine draws tokens in a way of its own, so samples differ from the first step on.",
         "## What was compared",
         _comparison_table(found),
         "A token differs where one bit of its log-probability does between the engine that sampled it and the trainer. "
