@@ -21,6 +21,6 @@ def examples(**settings: Any) -> list[dict[str, Any]]:
 
 
 def right(example: Example, tokens: tuple[int, ...], text: str) -> float:
-    """1 where reasoning-gym's own scoring gives the full mark, else 0: its marks for a part of a number are not paid."""
+    """1 where reasoning-gym's own scoring gives the full mark, else 0: its marks for half an answer are not paid."""
     score = reasoning_gym.get_score_answer_fn(DATASET)
     return float(score(text.strip(), example.fields["entry"]) == 1.0)
