@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from markdown_table import table as _table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
@@ -178,11 +179,6 @@ def _short(kernel: str) -> str:
     """A name of ours as it is, and of a C++ template what it is called."""
     name = kernel.removesuffix("_mosaic_gpu_kernel")
     return name.split("<")[0].removeprefix("void ").strip() if "<" in name else name
-
-
-def _table(titles: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    rows = [titles, ["---"] * len(titles), *lines]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def _load(name: str) -> Any:

@@ -134,6 +134,8 @@ class Learner:
                     _require_untouched_ratio(minibatch)
                 norms.append(self._step(minibatch))
                 minibatches.append(minibatch)
+        # The last step is only sent so far: whoever times an update, and the sync after it, times all of it.
+        jax.block_until_ready(self.params)
         first = minibatches[0]
         total = _added([minibatch.parts for minibatch in minibatches])
         reference_kl = Estimates(_mean(total.reference_kl_k1, total), _mean(total.reference_kl_k3, total))
