@@ -14,6 +14,9 @@ SEAL_BIN := $(SEAL_VENV)/bin
 SEAL_READY := $(SEAL_VENV)/.ready
 SEAL_PIP := $(SEAL_BIN)/python -m pip --disable-pip-version-check -q
 
+# Both environments write isojax.egg-info, and may be made side by side.
+ALONE := flock Makefile
+
 # Bytecode is written once, for what is imported, also where the environment asks Python to write none: without it every
 # process reads the source of torch and vLLM, 10 s each time. Compiling all that is installed would take minutes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -37,7 +40,7 @@ $(READY): requirements/cpu.txt requirements/vllm_name/pyproject.toml pyproject.t
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-deps --no-compile -r requirements/cpu.txt
 	$(PIP) install --no-deps --no-build-isolation --no-compile ./requirements/vllm_name
-	$(PIP) install --no-deps --no-build-isolation --no-compile -e .
+	$(ALONE) $(PIP) install --no-deps --no-build-isolation --no-compile -e .
 	$(BIN)/python -c 'import $(IMPORTED)'
 	touch $(READY)
 
@@ -47,7 +50,7 @@ $(SEAL_READY): requirements/sm90.txt pyproject.toml
 	$(if $(SEAL_PYTHON),,$(error isojax: sealing sm90 kernels (jax 0.11.2) needs Python 3.12, and there is no python3.12 on PATH or under ~/.pyenv/versions; set SEAL_PYTHON=/path/to/python3.12))
 	$(SEAL_PYTHON) -m venv $(SEAL_VENV)
 	$(SEAL_PIP) install --no-deps --no-compile -r requirements/sm90.txt
-	$(SEAL_PIP) install --no-deps --no-build-isolation --no-compile -e .
+	$(ALONE) $(SEAL_PIP) install --no-deps --no-build-isolation --no-compile -e .
 	$(SEAL_BIN)/python -c 'import $(SEAL_IMPORTED)'
 	touch $(SEAL_READY)
 
