@@ -14,11 +14,16 @@ SEAL_BIN := $(SEAL_VENV)/bin
 SEAL_READY := $(SEAL_VENV)/.ready
 SEAL_PIP := $(SEAL_BIN)/python -m pip --disable-pip-version-check -q
 
-# On all cores at once, which pip does on one. Without it every process reads the source of torch and vLLM, 10 s each time,
-# where Python may not write bytecode by itself. Some packages hold files of another Python, which stay as they are.
-bytecode = $(1) -m compileall -qq -j 0 $(2)/lib >/dev/null 2>&1 || true
+# Both environments write isojax.egg-info, and may be made side by side.
+ALONE := flock Makefile
 
-.PHONY: help setup seal-env demo test lint bench clean
+# Bytecode is written once, for what is imported, also where the environment asks Python to write none: without it every
+# process reads the source of torch and vLLM, 10 s each time. Compiling all that is installed would take minutes.
+export PYTHONDONTWRITEBYTECODE :=
+IMPORTED := bridge.engine, isojax.cli.main
+SEAL_IMPORTED := isojax.export, jax.experimental.pallas.mosaic_gpu
+
+.PHONY: help setup seal-env demo test test-cpu test-sealing lint bench clean
 
 help:
 	@echo "make demo   show the mismatch of two stacks, then train a real small model with none (CPU, about 10 minutes)"
@@ -35,8 +40,8 @@ $(READY): requirements/cpu.txt requirements/vllm_name/pyproject.toml pyproject.t
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --no-deps --no-compile -r requirements/cpu.txt
 	$(PIP) install --no-deps --no-build-isolation --no-compile ./requirements/vllm_name
-	$(PIP) install --no-deps --no-build-isolation --no-compile -e .
-	$(call bytecode,$(BIN)/python,$(VENV))
+	$(ALONE) $(PIP) install --no-deps --no-build-isolation --no-compile -e .
+	$(BIN)/python -c 'import $(IMPORTED)'
 	touch $(READY)
 
 seal-env: $(SEAL_READY)
@@ -45,8 +50,8 @@ $(SEAL_READY): requirements/sm90.txt pyproject.toml
 	$(if $(SEAL_PYTHON),,$(error isojax: sealing sm90 kernels (jax 0.11.2) needs Python 3.12, and there is no python3.12 on PATH or under ~/.pyenv/versions; set SEAL_PYTHON=/path/to/python3.12))
 	$(SEAL_PYTHON) -m venv $(SEAL_VENV)
 	$(SEAL_PIP) install --no-deps --no-compile -r requirements/sm90.txt
-	$(SEAL_PIP) install --no-deps --no-build-isolation --no-compile -e .
-	$(call bytecode,$(SEAL_BIN)/python,$(SEAL_VENV))
+	$(ALONE) $(SEAL_PIP) install --no-deps --no-build-isolation --no-compile -e .
+	$(SEAL_BIN)/python -c 'import $(SEAL_IMPORTED)'
 	touch $(SEAL_READY)
 
 demo: $(READY)
@@ -56,9 +61,15 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 # One worker more than there are cores: engines start and end with seconds of waiting.
 WORKERS ?= $(shell echo $$(($(CORES) + 1)))
 
-# What needs the sealing JAX is skipped by the first call and is all that the second one runs.
-test: $(READY) $(if $(SEAL_PYTHON),$(SEAL_READY))
+# What needs the sealing JAX is skipped by the first suite and is all that the second one runs.
+test:
+	$(MAKE) test-cpu
+	$(MAKE) test-sealing
+
+test-cpu: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
+
+test-sealing: $(if $(SEAL_PYTHON),$(SEAL_READY))
 ifneq ($(SEAL_PYTHON),)
 	$(SEAL_BIN)/python -m pytest -n $(CORES) --dist loadfile -m sealing $$(grep -rl 'mark\.sealing' tests --include='test_*.py')
 else

@@ -28,8 +28,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, or one worker would end the run alone; kernels are sealed by a JAX that engines do not have."""
-    items.sort(key=lambda item: item.get_closest_marker("long_file") is None)
+    """Longest files first, or one worker would end the run alone; kernels are sealed by a JAX engines do not have."""
+    items.sort(key=_file_seconds, reverse=True)
     import jax
 
     from pallas_kernels.seal import SEALING_JAX
@@ -43,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("sealing"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _file_seconds(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("long_file")
+    return marker.args[0] if marker else 0
 
 
 _OWN = pytest.StashKey[str]()

@@ -17,7 +17,7 @@ from bridge.start import FREE_AT_START
 from isojax import export_policy
 from pallas_kernels.kernel_shapes import KernelShapes
 
-pytestmark = [pytest.mark.engine, pytest.mark.long_file]
+pytestmark = [pytest.mark.engine, pytest.mark.long_file(50)]
 
 
 def _tokenizer_files() -> dict[str, bytes]:

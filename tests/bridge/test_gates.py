@@ -17,6 +17,8 @@ from bridge.gates.suite import CHECKS, planted_calls
 from contracts.errors import DifferenceFound, ToolchainMismatch
 from isojax.evidence.gates import run_gates
 
+pytestmark = pytest.mark.long_file(70)
+
 GATES = dict(CHECKS)
 
 

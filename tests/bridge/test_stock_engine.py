@@ -24,7 +24,7 @@ from isojax.rl.metrics import read_metrics
 from isojax.rl.rollout import RolloutEngine, Sampling, open_engine
 from isojax.rl.run_folder import RunFolder
 
-pytestmark = [pytest.mark.engine, pytest.mark.long_file]
+pytestmark = [pytest.mark.engine, pytest.mark.long_file(60)]
 
 MODEL = {
     "model_type": "llama",

@@ -17,7 +17,7 @@ from isojax import build_contract, mesh_degrees, score_on_mesh
 from isojax.mesh import PROVED_DEGREES
 from isojax.policy import PackedBatch
 
-pytestmark = pytest.mark.long_file
+pytestmark = pytest.mark.long_file(75)
 
 HERE = Path(__file__).parent
 

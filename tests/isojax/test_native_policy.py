@@ -14,6 +14,8 @@ from isojax.policy import native
 from isojax.policy.native import native_policy
 from isojax.policy_audit import audit_trainer
 
+pytestmark = pytest.mark.long_file(40)
+
 ROW = 16
 SEQUENCES = [[1, 2, 3, 4], [3, 4, 5, 6, 7, 8, 9, 10], [2, 9]]
 

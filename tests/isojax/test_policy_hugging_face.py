@@ -24,6 +24,8 @@ from isojax.policy.rope import rope_table
 from isojax.weights.names import unpack
 from isojax.weights.tokenizer import TOKENIZER_FILE, tokenizer_files
 
+pytestmark = pytest.mark.long_file(40)
+
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 # Real prompts, each with the start of the answer that transformers gives greedily in fp32.
 CONVERSATIONS = {

@@ -10,6 +10,8 @@ from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
 from isojax import Policy, pack
 from isojax.policy import PackedBatch
 
+pytestmark = pytest.mark.long_file(50)
+
 POLICIES = [("qwen3", "bfloat16"), ("llama_tied", "float32")]
 
 

@@ -9,6 +9,8 @@ from attention_samples import Packed, packed_attention, paged_attention, sequenc
 
 from pallas_kernels.attention import cpu, schedule
 
+pytestmark = pytest.mark.long_file(30)
+
 
 def unequal(left, right):
     return reference.unequal(left, right)

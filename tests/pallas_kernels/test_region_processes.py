@@ -10,7 +10,7 @@ import process_checks
 import pytest
 from region_samples import SAMPLES
 
-pytestmark = pytest.mark.long_file
+pytestmark = pytest.mark.long_file(60)
 
 FOLDER = Path(__file__).parent
 # Each: script, environment, and the CPUs that the process may use. This process itself has as many threads as CPUs.

@@ -18,7 +18,7 @@ import engine_parity_bench
 from engine_parity import Options, run
 from engine_parity_cases import Sizes
 
-pytestmark = [pytest.mark.engine, pytest.mark.long_file]
+pytestmark = [pytest.mark.engine, pytest.mark.long_file(65)]
 
 SIZES = Sizes(
     batches=(3,),

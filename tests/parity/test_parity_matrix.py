@@ -11,7 +11,7 @@ from engine_samples import STEP_TOKENS, Running, engine_rows, running_engine, sa
 from contracts.errors import NonFiniteLogits
 from isojax.rl.rollout import Completion
 
-pytestmark = [pytest.mark.engine, pytest.mark.long_file]
+pytestmark = [pytest.mark.engine, pytest.mark.long_file(200)]
 
 # Case 12: one of the dtypes at a temperature other than 1.
 TEMPERATURE = {"bfloat16": 1.0, "float32": 0.6}

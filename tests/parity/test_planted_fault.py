@@ -11,7 +11,7 @@ from torch import fx
 from bridge.translate import merge_segments
 from isojax.rl.rollout import Sampling
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long_file(30)]
 
 
 @pytest.fixture(scope="module")

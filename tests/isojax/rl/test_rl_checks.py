@@ -97,7 +97,7 @@ def test_nan_in_a_reported_log_probability_names_request_position_and_region(rol
 def test_an_infinite_weight_is_traced_to_the_first_region_that_overflows(rollout):
     params = small_params()
     params["layers.gate_up"] = params["layers.gate_up"].at[0, 0, 0].set(np.inf)
-    with pytest.raises(NonFiniteLogits, match=r"request 0 \(prompt 0\), position 2, region matmul of layer 0"):
+    with pytest.raises(NonFiniteLogits, match=r"request 0 \(prompt 0\), position 2, region gated_matmul of layer 0"):
         checked(rollout, params)
 
 

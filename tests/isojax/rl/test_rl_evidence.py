@@ -18,7 +18,7 @@ from isojax.evidence.gates import Gate, GateSuite, run_gates, select_gates, sele
 from isojax.policy import pack
 from isojax.rl.report import render
 
-pytestmark = pytest.mark.long_file
+pytestmark = pytest.mark.long_file(90)
 
 
 def batch():

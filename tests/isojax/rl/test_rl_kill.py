@@ -18,7 +18,7 @@ STEPS = "8"
 
 
 @pytest.mark.slow
-@pytest.mark.long_file
+@pytest.mark.long_file(50)
 def test_a_run_that_was_killed_twice_ends_with_the_bits_of_one_that_was_not(tmp_path):
     def command_in(folder):
         return lambda resume: [sys.executable, str(Path(__file__).with_name("kill_run.py")), str(folder), STEPS]

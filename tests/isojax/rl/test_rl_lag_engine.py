@@ -6,7 +6,7 @@ from rl_samples import run_config, small_params, small_policy, small_trainer
 import isojax
 from isojax.rl.metrics import read_metrics
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long_file]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.long_file(40)]
 
 
 def test_a_lagged_run_beside_real_vllm_agrees_in_every_bit(tmp_path):

@@ -7,7 +7,7 @@ from rl_samples import run_config, small_params, small_policy, small_trainer
 import isojax
 from isojax.rl.metrics import read_metrics
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long_file(40)]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from isojax.rl.learner import Learner
 from isojax.rl.packing import cut
 from isojax.rl.rollout import Sampling
 
+pytestmark = pytest.mark.long_file(30)
+
 SHAPES = KernelShapes(trainer_tokens=(128, 256), head_rows=(8, 16), max_context=64)
 PACKING = packing_of(SHAPES)
 # 13, 33, 50 and 9 tokens: 128 rows once every one starts at a multiple of 8, only 105 without.

@@ -31,6 +31,8 @@ from isojax.rl.interrupts import finishing_first
 from isojax.rl.metrics import read_metrics, reproducible
 from isojax.weights.digest import digest
 
+pytestmark = pytest.mark.long_file(30)
+
 DESIGN_FIELDS = {
     *("step", "reward_mean", "tokens", "mismatch_tokens", "mismatch_max_abs", "full_rows", "full_row_mismatches"),
     *("kl", "clip_fraction", "seconds_rollout", "seconds_train", "seconds_sync", "weight_digest", "numerical_policy"),
