@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +71,30 @@ def _drawn(log_probs_NV: torch.Tensor, u_N: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Who the rows of a step belong to, all known on the host: one row a request, in the batch's order."""
+    """Who the rows of a step belong to, all known on the host: one row a request, in the batch's order.
 
-    owners: list[RowOwner]
+    Arrays, since a step has as many rows as requests and the card waits for the host where the host is slower.
+    token_indices_N, positions_N, sampled_N, records: as in `RowOwner`.
+    """
+
+    requests: Sequence[str]
+    records: Sequence[int | None]
+    positions_N: np.ndarray
+    token_indices_N: np.ndarray
+    sampled_N: np.ndarray
     seeds_N: np.ndarray
     greedy_N: np.ndarray
 
     @property
+    def owners(self) -> list[RowOwner]:
+        """An object a row, for who keeps rows."""
+        columns = (self.positions_N.tolist(), self.token_indices_N.tolist(), self.sampled_N.tolist())
+        return [RowOwner(*row) for row in zip(self.requests, *columns, self.records, strict=True)]
+
+    @property
     def uniforms_N(self) -> np.ndarray:
         """The number that each row's token is drawn with, float64 [N]."""
-        return uniforms(self.seeds_N, np.array([max(owner.token_index, 0) for owner in self.owners]))
+        return uniforms(self.seeds_N, np.maximum(self.token_indices_N, 0))
 
 
 class RequestSlots:
@@ -104,18 +119,16 @@ class RequestSlots:
         slots_N = batch.idx_mapping_np
         # Of the last token of each request in this step; the row predicts the one after it.
         ends_N = batch.num_computed_tokens_np + batch.num_scheduled_tokens
-        owners = [
-            RowOwner(
-                request=request,
-                position=int(end) - 1,
-                token_index=int(end - prompt_lengths_S[slot]),
-                # A chunk that ends before the request's last known token: vLLM throws the drawn one away.
-                sampled=bool(end >= known),
-                record=self._records[slot],
-            )
-            for request, slot, end, known in zip(batch.req_ids, slots_N, ends_N, batch.prefill_len_np, strict=True)
-        ]
-        return StepRows(owners, self._seeds_S[slots_N], self._greedy_S[slots_N])
+        return StepRows(
+            requests=batch.req_ids,
+            records=[self._records[slot] for slot in slots_N.tolist()],
+            positions_N=ends_N - 1,
+            token_indices_N=ends_N - prompt_lengths_S[slots_N],
+            # A chunk that ends before the request's last known token: vLLM throws the drawn one away.
+            sampled_N=ends_N >= batch.prefill_len_np,
+            seeds_N=self._seeds_S[slots_N],
+            greedy_N=self._greedy_S[slots_N],
+        )
 
 
 def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
