@@ -19,9 +19,9 @@ from contracts.weight_digest import (
     tensor_id_of,
 )
 
-# Elements at a time. On a CPU the temporaries stay in cache, and torch hands a block of at most 32,768 elements to no
-# second thread: a barrier for every operation took 16 times as long. On a GPU a block is worth a launch.
-BLOCK = {"cpu": 1 << 15, "cuda": 1 << 24}
+# Elements at a time: the temporaries stay in cache, and torch hands a block of at most 32,768 elements to no second
+# thread: a barrier for every operation took 16 times as long.
+BLOCK = 1 << 15
 
 # torch lacks uint32 arithmetic, but int32 products and sums wrap to the same 32 bits; only a right shift differs, whose
 # copies of the sign are masked off. It is three times as fast as int64 with a mask after every operation.
@@ -40,10 +40,14 @@ def tensor_lanes(tensor: torch.Tensor, tensor_id: int, first_position: int = 0) 
             reason="The weight digest's positions have 32 bits.",
         )
     bits = _bits(tensor)
-    block = BLOCK[tensor.device.type]
+    if bits.is_cuda:
+        # Imported here: Triton needs a card.
+        from bridge.device_digest import lanes_on_card
+
+        return lanes_on_card(bits, tensor_id, first_position)
     lanes = [torch.zeros((), dtype=torch.int64, device=tensor.device) for _ in range(LANES)]
-    for start in range(0, bits.numel(), block):
-        word = _words(bits[start : start + block])
+    for start in range(0, bits.numel(), BLOCK):
+        word = _words(bits[start : start + BLOCK])
         begin = first_position + start
         position = torch.arange(begin, begin + word.numel(), device=tensor.device).to(torch.int32)
         for lane in range(LANES):

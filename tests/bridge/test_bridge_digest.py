@@ -1,6 +1,9 @@
 """The digest that torch computes is the one that the contract defines."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -62,7 +65,7 @@ def test_equals_the_committed_vector(vector):
 def test_blocks_and_shards_add_up(monkeypatch):
     tensor = torch.randn(1000)
     whole = tensor_lanes(tensor, tensor_id_of("w"))
-    monkeypatch.setitem(bridge.digest.BLOCK, "cpu", 64)
+    monkeypatch.setattr(bridge.digest, "BLOCK", 64)
     assert tensor_lanes(tensor, tensor_id_of("w")) == whole
     pieces = [tensor_lanes(tensor[:300], tensor_id_of("w")), tensor_lanes(tensor[300:], tensor_id_of("w"), 300)]
     assert combine(pieces) == combine([whole])
@@ -101,3 +104,29 @@ def test_a_moved_tensor_has_another_digest():
 def test_wide_elements_are_refused():
     with pytest.raises(BadCheckpoint, match="1, 2 or 4 bytes"):
         weight_digest({"w": torch.zeros(2, dtype=torch.float64)})
+
+
+def test_tritons_lanes_are_the_plain_ones():
+    """Its interpreter, in a process of its own since Triton reads that setting when a kernel is declared."""
+    pytest.importorskip("triton")
+    script = """
+import itertools
+import torch
+from bridge.device_digest import BLOCK, lanes_on_card
+from bridge.digest import tensor_lanes
+generator = torch.Generator().manual_seed(0)
+counts, ids, firsts = (0, 1, BLOCK, 2 * BLOCK + 17), (0, 2**32 - 1, 0x9E3779B9), (0, 2**32 - 3 * BLOCK)
+for dtype, count in itertools.product((torch.uint8, torch.int16, torch.int32), counts):
+    limits = torch.iinfo(dtype)
+    bits = torch.randint(limits.min, limits.max, (count,), generator=generator, dtype=torch.int64).to(dtype)
+    for tensor_id, first in itertools.product(ids, firsts):
+        found = lanes_on_card(bits, tensor_id, first)
+        assert found == tensor_lanes(bits, tensor_id, first), (dtype, count, tensor_id, first)
+        if count:
+            bits[count // 2] ^= 1
+            assert all(new != old for new, old in zip(lanes_on_card(bits, tensor_id, first), found, strict=True))
+print("equal")
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "equal\n", done.stderr[-2000:]
