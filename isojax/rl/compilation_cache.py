@@ -46,11 +46,13 @@ def use_compilation_cache(setting: str, config_folder: Path) -> Path | None:
 
 
 def user_cache() -> Path:
-    """`isojax/compiled` in the user's cache folder, as the XDG base directory specification has it.
+    """`isojax/compiled` in the user's cache folder, as the XDG base directory specification has it: a
+    relative XDG_CACHE_HOME does not count.
 
     Raises RuntimeError for a user without a home.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isojax" / "compiled"
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "isojax" / "compiled"
 
 
 def _of_configuration(setting: str, config_folder: Path) -> Path:

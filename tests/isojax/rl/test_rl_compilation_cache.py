@@ -10,7 +10,7 @@ from rl_samples import run_config
 
 from contracts.errors import BadConfig
 from isojax.cpu_arch import cpu_arch
-from isojax.rl.compilation_cache import use_compilation_cache
+from isojax.rl.compilation_cache import use_compilation_cache, user_cache
 
 COMPILE_TWICE = """
 import json, sys
@@ -105,6 +105,13 @@ def test_a_user_without_a_home_or_with_a_full_one_trains_without_a_cache(tmp_pat
 
 def _no_home():
     raise RuntimeError("Could not determine home directory.")
+
+
+def test_the_users_folder_is_not_one_of_wherever_the_command_was_typed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, expected in (("", ".cache"), ("here", ".cache"), (str(tmp_path / "there"), "there")):
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+        assert user_cache() == tmp_path / expected / "isojax" / "compiled"
 
 
 def test_a_folder_that_is_there_but_takes_no_files_is_not_used(tmp_path, monkeypatch, jax_is_told):
