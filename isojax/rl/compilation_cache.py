@@ -85,7 +85,7 @@ def _of_user() -> Path | None:
 def _taking_files(place: Path) -> Path:
     """This instruction set's part of `place`, made where it is missing, for this user alone: what JAX finds there, it
     runs. Raises `_UNUSABLE` unless files can be written there."""
-    folder = place / cpu_arch()
+    folder = place.absolute() / cpu_arch()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with TemporaryFile(dir=folder):
         return folder
