@@ -65,6 +65,8 @@ wrote its results itself), and the decode step of SmolLM2 (before matmul and att
 
 _TRAINING = """
 Qwen3-1.7B shapes, 32 sequences of 512 tokens, layers computed again in the backward; the native arms are plain XLA.
+The two beside the trainer's own are the same policy written for XLA alone, its head in one piece or in chunks: measured
+once, no faster where there are gradients, and no longer in the benchmark.
 """.strip()
 
 

@@ -73,7 +73,8 @@ class StepRows:
     """Who the rows of a step belong to, all known on the host: one row a request, in the batch's order.
 
     Arrays, since a step has as many rows as requests and the card waits for the host where the host is slower.
-    records_N, token_indices_N, sampled_N: as in `RowOwner`, with -1 for no record.
+    records_N (int64), token_indices_N (int), sampled_N (bool): as in `RowOwner`, with -1 for no record. seeds_N
+    (uint64), greedy_N (bool): what each row's token is drawn with.
     """
 
     records_N: np.ndarray
