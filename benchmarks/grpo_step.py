@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,25 +35,37 @@ ENVIRONMENT = {
 }
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """What argparse reads an integer with that may not be smaller."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return integer
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line of the benchmark, which each arm's process is given again."""
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found.add_argument("out", type=Path)
     found.add_argument("--shapes", default="qwen3_1b7", choices=sorted(SHAPES))
-    found.add_argument("--layers", type=int, help="fewer layers than the shapes have")
+    found.add_argument("--layers", type=at_least(1), help="fewer layers than the shapes have")
     found.add_argument("--arm", action="append", choices=ARMS, help="this one alone; may be given twice")
-    found.add_argument("--prompts", type=int, default=16, help="a step")
-    found.add_argument("--group", type=int, default=8, help="completions of a prompt")
-    found.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    found.add_argument("--tokens", type=int, default=512, help="of a completion")
-    found.add_argument("--sequences", type=int, default=16, help="completions in one micro-batch")
-    found.add_argument("--step-tokens", type=int, default=2048, help="most tokens of an engine's step")
+    found.add_argument("--prompts", type=at_least(1), default=16, help="a step")
+    found.add_argument("--group", type=at_least(2), default=8, help="completions of a prompt")
+    found.add_argument("--prompt", type=at_least(1), default=128, help="tokens of a prompt")
+    found.add_argument("--tokens", type=at_least(1), default=512, help="of a completion")
+    found.add_argument("--sequences", type=at_least(1), default=16, help="completions in one micro-batch")
+    found.add_argument("--step-tokens", type=at_least(1), default=2048, help="most tokens of an engine's step")
     found.add_argument("--remat", default="layer", choices=REMATS)
-    found.add_argument("--full-rows", type=int, default=0, help="compared a step in the exact arm; the other has none")
+    found.add_argument("--full-rows", type=at_least(0), default=0, help="compared a step in the exact arm")
     found.add_argument("--reserve-gib", type=float, default=8.0, help="of the card, for activations and graphs")
-    found.add_argument("--warm-up", type=int, default=2, help="steps that are not counted; the first compiles")
-    found.add_argument("--steps", type=int, default=5, help="steps that are counted")
-    found.add_argument("--syncs", type=int, default=10, help="syncs that are timed by themselves, after the steps")
+    found.add_argument("--warm-up", type=at_least(0), default=2, help="steps that are not counted; the first compiles")
+    found.add_argument("--steps", type=at_least(1), default=5, help="steps that are counted")
+    found.add_argument("--syncs", type=at_least(1), default=10, help="syncs that are timed alone, after the steps")
     found.add_argument("--seconds", type=float, default=3000.0, help="after which an arm is ended")
     return found
 

@@ -27,8 +27,14 @@ class Results:
         self.path = path
 
     def read(self) -> dict[str, Any]:
-        """What is there; nothing before the first change."""
-        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        """What is there; nothing before the first change. Raises SystemExit for what is no file of this benchmark."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{self.path} cannot be read as JSON: {error}; name another file.") from None
+        if found and not (isinstance(found, dict) and "workload" in found):
+            raise SystemExit(f"{self.path} holds no result of this benchmark; name another file.")
+        return found
 
     def start(self, workload: Mapping[str, Any], command: str, arms: Sequence[str]) -> None:
         """Head of the file, without earlier results of these arms.
@@ -40,6 +46,7 @@ class Results:
             raise SystemExit(f"{self.path} holds another workload, {content['workload']}; name another file.")
         commands = [*content.get("commands", []), command]
         head = {"what": WHAT, "date": datetime.date.today().isoformat(), "commands": commands, "workload": workload}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = {arm: found for arm, found in content.get("arms", {}).items() if arm not in arms}
         self._write({**content, **head, "arms": kept, "exact_over_native": {}})
 

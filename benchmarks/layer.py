@@ -112,9 +112,9 @@ def main() -> None:
     parser.add_argument("out")
     parser.add_argument("--tokens", default="8,32,256")
     parser.add_argument("--length", type=int, default=384)
-    parser.add_argument("--context", type=int, help="the most tokens of a request; those of --length by default")
+    parser.add_argument("--context", type=int, default=0, help="most tokens of a request, where --length is less")
     arguments = parser.parse_args()
-    context = arguments.context or arguments.length
+    context = max(arguments.context, arguments.length)
     torch.manual_seed(0)
     compiler = Compiler(torch.device("cuda:0"))
     rows: list[dict[str, Any]] = []

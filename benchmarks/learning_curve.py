@@ -20,10 +20,9 @@ from typing import Any
 from learning_page import ARMS, page, pictures
 
 from contracts import load_contract
-from contracts.errors import BadConfig
+from contracts.errors import BadConfig, IsojaxError
 from contracts.user_files import read_json_object
-from isojax.rl.config import Config
-from isojax.rl.config_file import load_config
+from isojax.rl.config_file import load_config, parse_config
 from isojax.rl.metrics import read_metrics
 from isojax.rl.run_folder import RunFolder
 
@@ -48,7 +47,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    found = measured(RunFolder(options.exact), RunFolder(options.native))
+    try:
+        found = measured(RunFolder(options.exact), RunFolder(options.native))
+    except IsojaxError as error:
+        raise SystemExit(str(error)) from None
     found["command"] = "python benchmarks/learning_curve.py " + " ".join(arguments)
     for folder in (options.out, options.results.parent, options.page.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measured(exact: RunFolder, native: RunFolder) -> dict[str, Any]:
-    """All numbers of the comparison. Raises SystemExit for runs that are not the two arms of one, equally long."""
+    """All numbers of the comparison. Raises SystemExit for runs that are not the two arms of one, equally long, and
+    IsojaxError for a folder that is no run's."""
     folders = dict(zip(ARMS, (exact, native), strict=True))
     lines = {arm: read_metrics(folder.metrics) for arm, folder in folders.items()}
     config, other = (read_json_object(folder.config, refusal=BadConfig) for folder in folders.values())
@@ -119,7 +122,7 @@ def apart(one: dict[str, float], other: dict[str, float]) -> float | None:
 
 def example_of(folder: RunFolder) -> str | None:
     """The committed example whose configuration the run has in every key, or None."""
-    config = Config.model_validate_json(folder.config.read_text(encoding="utf-8"))
+    config = parse_config(read_json_object(folder.config, refusal=BadConfig), source=str(folder.config))
     paths = sorted((ROOT / "examples").glob("*.toml"))
     return next((path.relative_to(ROOT).as_posix() for path in paths if load_config(path) == config), None)
 
@@ -132,7 +135,7 @@ def _require_comparable(lines: dict[str, list[dict[str, Any]]], exact: Any, nati
     counts = {arm: len(found) for arm, found in lines.items()}
     if len(set(counts.values())) > 1 or counts["exact"] < 4:
         raise SystemExit(f"runs of {counts} steps; both need the same number, 4 or more")
-    for section in exact.keys() | native.keys():
+    for section in sorted(exact.keys() | native.keys()):
         before, now = exact.get(section), native.get(section)
         if isinstance(before, dict) and isinstance(now, dict):
             allowed = MAY_DIFFER.get(section, set())

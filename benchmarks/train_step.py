@@ -1,4 +1,4 @@
-"""Times the trainer's forward and backward beside a plain XLA policy: python benchmarks/train_step.py OUT.json.
+"""Times the trainer's forward and backward beside its native arm's: python benchmarks/train_step.py OUT.json.
 
 Both arms get the same random weights and the same packed batch, are compiled by the same process and take turns. The
 exact arm's kernels are lowered here, to the bytes that an export seals. `--shapes small --sequences 4 --length 32` runs
@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from device_profile import kernel_times
 from engine_parity_policies import SHAPES, random_parameters
-from native_policy import native_log_probs
 
 from isojax import PackedBatch, Policy
 from isojax.policy.dense import REMATS
@@ -33,7 +32,7 @@ from isojax.policy.native import native_policy
 
 # B: sequences, S: tokens of a sequence, T: all of them.
 
-EXACT = "exact"
+EXACT, NATIVE = "exact", "the trainer's native arm"
 Function = Callable[..., Any]
 
 
@@ -47,28 +46,13 @@ def packed(tokens_BS: np.ndarray) -> PackedBatch:
     return jax.tree.map(jnp.asarray, PackedBatch(*arrays))
 
 
-def arms(policy: Policy, batch: PackedBatch, length: int, heads: list[str]) -> dict[str, Function]:
-    """By name, the log-probabilities fp32 [T] as a function of the parameters and the batch."""
+def arms(policy: Policy, length: int) -> dict[str, Function]:
+    """By name, the log-probabilities fp32 [T] as a function of the parameters and a batch of sequences of `length`."""
 
-    def exact(params: Any, batch: PackedBatch) -> jax.Array:
-        return policy.score(params, policy.buffers, batch, 1.0)
+    def scored_by(policy: Policy) -> Function:
+        return lambda params, batch: policy.score(params, policy.buffers, batch, 1.0)
 
-    def native(head: str) -> Function:
-        def log_probs(params: Any, batch: PackedBatch) -> jax.Array:
-            tokens_BS, targets_BS = (ids.reshape(-1, length) for ids in (batch.tokens, batch.targets))
-            options = {"remat": policy.remat != "none", "chunked_head": head == "chunks"}
-            rope = policy.buffers["rope_table"]
-            return native_log_probs(policy.config, params, rope, tokens_BS, targets_BS, **options).reshape(-1)
-
-        return log_probs
-
-    def native_arm(params: Any, batch: PackedBatch) -> jax.Array:
-        return plain.score(params, plain.buffers, batch, 1.0)
-
-    plain = native_policy(policy, length)
-    return {EXACT: exact, "the trainer's native arm": native_arm} | {
-        f"native, head in {head}" if head == "chunks" else "native": native(head) for head in heads
-    }
+    return {EXACT: scored_by(policy), NATIVE: scored_by(native_policy(policy, length))}
 
 
 def with_gradients(log_probs: Function) -> Function:
@@ -153,7 +137,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--remat", default="layer", choices=REMATS)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--head", nargs="+", default=["chunks", "whole"], choices=["chunks", "whole"])
     parser.add_argument("--profile", action="store_true", help="also each arm's longest kernels")
     options = parser.parse_args(arguments)
     results = Results(options.out)
@@ -163,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     generator = np.random.default_rng(0)
     tokens_BS = generator.integers(0, config.vocab_size, (options.sequences, options.length)).astype(np.int32)
     batch = packed(tokens_BS)
-    forwards = arms(policy, batch, options.length, options.head)
+    forwards = arms(policy, options.length)
     print(f"{policy.config.num_layers} layers, {tokens_BS.size} tokens, remat {options.remat}", flush=True)
     scores, calls = compare("forward", forwards, (params, batch), results, options.rounds)
     backwards = {name: with_gradients(function) for name, function in forwards.items()}

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 RECORD = "isojax_record"
 """Key of SamplingParams.extra_args that VllmEngine sets: the number by which it will ask about this request."""
+NO_RECORD = -1
+"""In arrays of such numbers, a request from elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from bridge.batch_view import RECORD, RowOwner
+from bridge.batch_view import NO_RECORD, RECORD
 
 # N: rows of a step, one a request; V: vocabulary; B: blocks of it; C: tokens of a block; S: vLLM's slots for requests.
 
@@ -74,22 +73,15 @@ class StepRows:
     """Who the rows of a step belong to, all known on the host: one row a request, in the batch's order.
 
     Arrays, since a step has as many rows as requests and the card waits for the host where the host is slower.
-    token_indices_N, positions_N, sampled_N, records: as in `RowOwner`.
+    records_N (int64), token_indices_N (int), sampled_N (bool): as in `RowOwner`, with -1 for no record. seeds_N
+    (uint64), greedy_N (bool): what each row's token is drawn with.
     """
 
-    requests: Sequence[str]
-    records: Sequence[int | None]
-    positions_N: np.ndarray
+    records_N: np.ndarray
     token_indices_N: np.ndarray
     sampled_N: np.ndarray
     seeds_N: np.ndarray
     greedy_N: np.ndarray
-
-    @property
-    def owners(self) -> list[RowOwner]:
-        """An object a row, for who keeps rows."""
-        columns = (self.positions_N.tolist(), self.token_indices_N.tolist(), self.sampled_N.tolist())
-        return [RowOwner(*row) for row in zip(self.requests, *columns, self.records, strict=True)]
 
     @property
     def uniforms_N(self) -> np.ndarray:
@@ -104,7 +96,7 @@ class RequestSlots:
         """slots: requests that run at once. seed: of the stream from which requests without a seed get theirs."""
         self._seeds_S = np.zeros(slots, np.uint64)
         self._greedy_S = np.zeros(slots, np.bool_)
-        self._records: list[int | None] = [None] * slots
+        self._records_S = np.full(slots, NO_RECORD, np.int64)
         self._stream = np.random.default_rng(seed)
 
     def add(self, slot: int, params: Any) -> None:
@@ -112,7 +104,7 @@ class RequestSlots:
         seed = int(self._stream.integers(1 << 62)) if params.seed is None else params.seed
         self._seeds_S[slot] = seed & ((1 << 64) - 1)
         self._greedy_S[slot] = params.temperature == 0.0
-        self._records[slot] = (params.extra_args or {}).get(RECORD)
+        self._records_S[slot] = (params.extra_args or {}).get(RECORD, NO_RECORD)
 
     def rows(self, batch: Any, prompt_lengths_S: np.ndarray) -> StepRows:
         """The rows of vLLM's `InputBatch`. prompt_lengths: int [S], in tokens."""
@@ -120,9 +112,7 @@ class RequestSlots:
         # Of the last token of each request in this step; the row predicts the one after it.
         ends_N = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         return StepRows(
-            requests=batch.req_ids,
-            records=[self._records[slot] for slot in slots_N.tolist()],
-            positions_N=ends_N - 1,
+            records_N=self._records_S[slots_N],
             token_indices_N=ends_N - prompt_lengths_S[slots_N],
             # A chunk that ends before the request's last known token: vLLM throws the drawn one away.
             sampled_N=ends_N >= batch.prefill_len_np,

@@ -80,7 +80,7 @@ class PolicySampler(Sampler):
             decode = bool(np.all(input_batch.num_scheduled_tokens == 1))
             self._model.note_step(input_batch.num_tokens_after_padding, decode=decode)
             if self._model.tap is not None:
-                self._model.tap.offer(logits, rows.owners)
+                self._model.tap.offer(logits, rows.records_N, rows.token_indices_N, rows.sampled_N)
         return super().__call__(logits, input_batch)
 
     def sample(self, logits: torch.Tensor, *arguments: Any, **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
+import numpy as np
 import torch
 from torch import nn
 
 from bridge.arrays import dispatch_synchronously, dtype_name, shared_views, to_torch
 from bridge.attention_backend import StepMetadata, cached_attention_layers, step_metadata
+from bridge.batch_view import NO_RECORD
 from bridge.buckets import bucket_of
 from bridge.graphs import PolicyGraphs, region_names
 from bridge.non_finite import HEAD, Fault, bad_rows, first_bad_region
@@ -156,7 +158,11 @@ class IsojaxPolicyForCausalLM(nn.Module):
             log_probs[row] = -torch.inf
             log_probs[row, 0] = torch.inf
         if self.tap is not None and not step.is_prompt_slice(hidden):
-            self.tap.offer(log_probs, [owner for owner, _ in owners])
+            records_N = np.array([NO_RECORD if owner.record is None else owner.record for owner, _ in owners], np.int64)
+            token_indices_N = np.array([owner.token_index for owner, _ in owners], np.int64)
+            self.tap.offer(
+                log_probs, records_N, token_indices_N, np.array([owner.sampled for owner, _ in owners], bool)
+            )
 
 
 class _Step:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
-from bridge.batch_view import RowOwner
-
-# V: vocabulary.
+# N: rows of a step, V: vocabulary.
 
 
 @dataclass
@@ -23,31 +21,35 @@ class RowTap:
 
     limit: int
     seed: int
-    _random: random.Random = field(init=False)
+    _random: np.random.Generator = field(init=False)
     _seen: int = 0
     _owners: list[tuple[int, int]] = field(default_factory=list)
     _rows: torch.Tensor | None = None
     _chunk_ends: int = 0
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        self._random = np.random.default_rng(self.seed)
 
-    def offer(self, rows_NV: torch.Tensor, owners: list[RowOwner]) -> None:
-        """Takes copies of the rows that the reservoir chooses; vLLM goes on to overwrite the originals."""
-        for index, owner in enumerate(owners):
-            if owner.record is None:
-                continue
-            if not owner.sampled:
-                self._chunk_ends += 1
-                continue
-            slot = self._seen if self._seen < self.limit else self._random.randrange(self._seen + 1)
-            self._seen += 1
-            if slot >= self.limit:
-                continue
+    def offer(
+        self, rows_NV: torch.Tensor, records_N: np.ndarray, token_indices_N: np.ndarray, sampled_N: np.ndarray
+    ) -> None:
+        """Takes copies of the rows that the reservoir chooses; vLLM goes on to overwrite the originals.
+
+        The arrays are `RowOwner`'s fields, int64, int64 and bool [N], with -1 for no record. As long as nothing is
+        chosen, which is most of the time, a step costs the host a few operations, however many rows it has.
+        """
+        own_N = records_N >= 0
+        self._chunk_ends += int((own_N & ~sampled_N).sum())
+        (offered,) = np.nonzero(own_N & sampled_N)
+        ranks = self._seen + np.arange(len(offered))
+        self._seen += len(offered)
+        slots = np.where(ranks < self.limit, ranks, self._random.integers(0, ranks + 1))
+        chosen = slots < self.limit
+        for index, slot in zip(offered[chosen].tolist(), slots[chosen].tolist(), strict=True):
             if self._rows is None:
                 self._rows = rows_NV.new_empty(self.limit, rows_NV.shape[1])
             self._rows[slot].copy_(rows_NV[index])
-            kept = (owner.record, owner.token_index)
+            kept = (int(records_N[index]), int(token_indices_N[index]))
             if slot == len(self._owners):
                 self._owners.append(kept)
             else:

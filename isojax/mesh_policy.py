@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -28,14 +29,15 @@ def open_mesh(degrees: Mapping[str, int]) -> Mesh:
 
     Raises `BadConfig` where there are fewer devices than the degrees' product.
     """
-    count = int(np.prod(list(degrees.values())))
-    devices = jax.devices()
+    # Of Python's integers: a product of NumPy's may overflow to a number that fits.
+    count = math.prod(degrees.values())
+    devices = jax.local_devices()
     if count > len(devices):
         asked = ", ".join(f"{axis} = {degree}" for axis, degree in degrees.items())
         raise BadConfig(
             field="train.mesh",
             found=f"{asked}: {count} devices",
-            allowed=f"at most the {len(devices)} that JAX has here",
+            allowed=f"at most the {len(devices)} of this process",
             reason=f"Each device holds a part of its own; the first one is a {devices[0].device_kind}.",
         )
     return Mesh(np.array(devices[:count]).reshape(*degrees.values()), tuple(degrees))
@@ -83,6 +85,20 @@ class MeshPolicy(Policy):
         """As `Policy.score`, over the mesh. gather_axis: what the mesh says, and nothing else."""
         assert gather_axis is None
         return self._score_on_mesh(params, buffers, batch, jnp.asarray(temperature, jnp.float32), entropy_probe)
+
+    def _check_batch(self, batch: PackedBatch) -> None:
+        super()._check_batch(batch)
+        rows, rest = divmod(len(batch.tokens), self.shards)
+        known = isinstance(batch.positions, np.ndarray) and not rest
+        # At its piece's first row a sequence that is not cut has position 0, and so has padding.
+        cut = np.flatnonzero(batch.positions[::rows]) * rows if known else np.empty(0)
+        if rest or cut.size:
+            raise BadConfig(
+                field="batch.positions",
+                found=f"{len(batch.tokens)} rows" if rest else f"a sequence that is cut at row {cut[0]}",
+                allowed=f"{self.shards} pieces of equal length, no sequence in two: isojax.pack(..., **policy.packing)",
+                reason="A device computes what lies in its own piece, and would take the rest of a sequence for all.",
+            )
 
     def _row_values(self, params: Parameters, batch: PackedBatch, rows: np.ndarray, temperature: Any) -> jax.Array:
         """Every shard computes the rows that lie in it, padded to the most that one has."""

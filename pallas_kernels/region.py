@@ -23,7 +23,7 @@ from pallas_kernels.jax_api import (
 Parameter = int | float | bool | str
 ShapeAndDtype = tuple[tuple[Any, ...], np.dtype]
 ShapeRule = Callable[..., tuple[ShapeAndDtype, ...]]
-CpuForm = Callable[..., tuple[jax.Array, ...]]
+Form = Callable[..., tuple[jax.Array, ...]]
 Forward = Callable[[tuple[jax.Array, ...], Mapping[str, Parameter]], tuple[Any, Any]]
 
 REGIONS: dict[str, "Region"] = {}
@@ -49,7 +49,9 @@ class Region:
     maps a name to its type. `shape_rule(*(shape, dtype), **parameters)` returns one (shape, dtype) per result and
     raises ValueError on wrong operands; sizes may be ints, JAX symbolic dimensions or torch SymInts. `cpu` is the
     form for XLA:CPU: arrays and parameters in, a tuple of arrays out. `updates` are results, the last ones, that an
-    operand of the same name becomes: kernels and torch ops write it in place, JAX returns a new array.
+    operand of the same name becomes: kernels and torch ops write it in place, JAX returns a new array. `cuda` is a
+    trainer's form on a card, of operations whose bits XLA defines, for a region that is not sealed; else there are
+    kernels.
     """
 
     name: str
@@ -57,9 +59,10 @@ class Region:
     parameters: Mapping[str, type]
     results: tuple[str, ...]
     shape_rule: ShapeRule
-    cpu: CpuForm
+    cpu: Form
     spec: Spec
     updates: tuple[str, ...] = ()
+    cuda: Form | None = None
     primitive: Primitive = field(init=False)
 
     def __post_init__(self) -> None:
@@ -181,13 +184,16 @@ def _make_primitive(region: Region) -> Primitive:
         # Op-by-op execution gives other bits than a compiled region, so an eager call is compiled as well.
         return compiled(tuple(sorted(parameters.items())))(*operands)
 
-    def lower_on_cpu(context: Any, *operands: Any, **parameters: Parameter) -> Any:
-        counters.record_installed(region.name)
+    def lower_form(form: Form, context: Any, *operands: Any, **parameters: Parameter) -> Any:
         local = context.replace(
             avals_in=[without_manual_axes(aval) for aval in context.avals_in],
             avals_out=[without_manual_axes(aval) for aval in context.avals_out],
         )
-        return mlir.lower_fun(region.cpu, multiple_results=True)(local, *operands, **parameters)
+        return mlir.lower_fun(form, multiple_results=True)(local, *operands, **parameters)
+
+    def lower_on_cpu(context: Any, *operands: Any, **parameters: Parameter) -> Any:
+        counters.record_installed(region.name)
+        return lower_form(region.cpu, context, *operands, **parameters)
 
     def refuse(context: Any, *operands: Any, **parameters: Parameter) -> Any:
         platforms = ", ".join(context.module_context.platforms)
@@ -200,6 +206,8 @@ def _make_primitive(region: Region) -> Primitive:
         from pallas_kernels import hopper_regions
 
         counters.record_installed(region.name)
+        if region.cuda is not None:
+            return lower_form(region.cuda, context, *operands, **parameters)
         return hopper_regions.lower_on_cuda(region, context, operands, parameters)
 
     def batch(operands: Sequence[jax.Array], axes: Sequence[int | None], **parameters: Parameter) -> Any:

@@ -92,6 +92,34 @@ def test_an_arm_measured_again_leaves_the_other_and_another_workload_is_refused(
         Results(out).start({**content["workload"], "tokens": 9}, "another", ARMS)
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '{"rows": []}'])
+def test_a_file_of_something_else_is_left_as_it_is(text, tmp_path):
+    out = tmp_path / "out.json"
+    out.write_text(text)
+    with pytest.raises(SystemExit, match="name another file"):
+        grpo_step.main([str(out), *SMALL])
+    assert out.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--layers", "0", "0 is less than 1"),
+        ("--steps", "0", "0 is less than 1"),
+        ("--syncs", "-1", "-1 is less than 1"),
+        ("--group", "1", "1 is less than 2"),
+        ("--warm-up", "-1", "-1 is less than 0"),
+        ("--tokens", "eight", "invalid"),
+    ],
+)
+def test_a_number_that_measures_nothing_is_refused_by_its_option(option, value, says, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        grpo_step.main([str(tmp_path / "out.json"), option, value])
+    assert f"argument {option}" in (error := capsys.readouterr().err)
+    assert says in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_arm_that_dies_is_written_down_and_the_other_still_runs(tmp_path, monkeypatch):
     script = "import sys\nprint(sys.argv)\nsys.exit(3 if sys.argv[1] == 'exact' else 0)\n"
     (tmp_path / "grpo_step_arm.py").write_text(script)

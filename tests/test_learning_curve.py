@@ -112,6 +112,19 @@ def test_runs_that_are_not_two_arms_of_one_are_refused(runs, tmp_path):
         learning_curve.measured(exact, other)
 
 
+def test_a_folder_that_is_no_runs_is_named(runs, tmp_path):
+    with pytest.raises(SystemExit, match=r"absent/config\.json.*cannot be read"):
+        learning_curve.main([str(tmp_path / "absent"), str(runs / "native")])
+    with pytest.raises(SystemExit, match="native run's metrics are of no step"):
+        learning_curve.main([str(runs / "exact"), str(_without_steps(tmp_path / "empty"))])
+
+
+def _without_steps(folder):
+    folder.mkdir()
+    RunFolder(folder).write_config(load_config(ROOT / "examples" / "smollm2_grpo_native.toml"))
+    return folder
+
+
 def test_the_two_examples_differ_in_the_arm_and_its_check_alone():
     exact, native = (load_config(ROOT / "examples" / f"smollm2_grpo{end}.toml") for end in ("", "_native"))
     changed = exact.model_dump()

@@ -16,17 +16,15 @@ import train_step
 def test_both_arms_of_a_step_are_timed_and_agree(tmp_path):
     out = tmp_path / "step.json"
     sizes = ["--shapes", "small", "--layers", "1", "--sequences", "2", "--length", "16"]
-    train_step.main([str(out), *sizes, "--rounds", "2", "--head", "chunks"])
+    train_step.main([str(out), *sizes, "--rounds", "2"])
     rows = json.loads(out.read_text())["rows"]
     timed = [row for row in rows if "ms" in row]
     assert [(row["what"], row["arm"]) for row in timed] == [
-        (what, arm)
-        for what in ("forward", "forward and backward")
-        for arm in ("exact", "the trainer's native arm", "native, head in chunks")
+        (what, arm) for what in ("forward", "forward and backward") for arm in ("exact", "the trainer's native arm")
     ]
     assert all("exact_over_this" in row for row in timed if row["arm"] != "exact")
     distances = [row for row in rows if row["what"].startswith("distance")]
-    assert len(distances) == 2
+    assert len(distances) == 1
     for distance in distances:
         errors = [value for key, value in distance.items() if key not in ("what", "arm")]
         assert len(errors) == 12

@@ -101,7 +101,13 @@ def _matmul(program: SealedProgram, longest: int) -> list[Fault]:
 
 
 def _gated_matmul(program: SealedProgram, longest: int) -> list[Fault]:
-    return [_halves_exchanged("w", 0), _last_step()]
+    # Few tokens are two kernels.
+    return [
+        _halves_exchanged("w", 0),
+        _last_step(),
+        _last_step("matmul"),
+        _halves_exchanged("products", 1, "swiglu"),
+    ]
 
 
 def _norm(program: SealedProgram, longest: int) -> list[Fault]:
@@ -184,12 +190,12 @@ def _last_step(step: str | None = None) -> Fault:
     return Fault("the last step of K left out", step=step, spoil=lambda o: {"x": _without_end(o["x"])})
 
 
-def _halves_exchanged(operand: str, axis: int) -> Fault:
+def _halves_exchanged(operand: str, axis: int, step: str | None = None) -> Fault:
     def exchanged(operands: Operands) -> dict[str, torch.Tensor]:
         gate, up = operands[operand].chunk(2, axis)
         return {operand: torch.cat([up, gate], axis)}
 
-    return Fault("gate and up exchanged", spoil=exchanged)
+    return Fault("gate and up exchanged", step=step, spoil=exchanged)
 
 
 def _neighbours(step: str, buffer: str) -> Fault:

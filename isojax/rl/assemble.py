@@ -71,7 +71,6 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
                 export_checkpoint(folder.policy, policy, params, files)
         if kernels is not None:
             prove_for_run(folder.policy, arch)
-    folder.write_config(config)
     # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
     policy, params = load(folder.policy, config.policy.dtype, remat=config.train.remat)
     encoder = PromptEncoder(folder.policy)
@@ -103,6 +102,8 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
         )
         if resume:
             trainer.resume()
+        # Last: a resumed run that is refused keeps the configuration that it ran with.
+        folder.write_config(config)
     except BaseException:
         engine.close()
         raise

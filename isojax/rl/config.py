@@ -201,7 +201,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _native_has_one_device(self) -> Config:
         if self.policy.arm == "native" and self.train.mesh.devices > 1:
-            raise ValueError("policy.arm = 'native' trains on one device: leave train.mesh out")
+            raise ValueError(
+                f"policy.arm = 'native' trains on one device and train.mesh has {self.train.mesh.devices}: leave it "
+                "out. The native arm is a baseline of one device's arithmetic, and none of it is cut over several"
+            )
         return self
 
     @model_validator(mode="after")

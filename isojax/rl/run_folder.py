@@ -11,6 +11,7 @@ from typing import Any
 from contracts.errors import BadConfig
 from contracts.user_files import read_json_object
 from isojax.rl.config import Config
+from isojax.rl.config_file import parse_config
 from isojax.rl.files import write_atomically
 
 # What may change when a run is resumed: how long it goes on and what it keeps, and nothing that decides a bit.
@@ -70,15 +71,12 @@ class RunFolder:
 
         Another mesh is taken, and said on stderr: a checkpoint is restored onto it exactly.
         """
-        old = read_json_object(self.config, refusal=BadConfig, allowed="a folder that isojax train wrote")
-        for key, before, now in _differences(old, config.model_dump(mode="json"), ()):
-            if key in MESH:
-                print(
-                    f"isojax: {'.'.join(key)} was {before} and is {now}: weights and optimizer are the "
-                    "checkpoint's, bit for bit; sums of later updates are rounded in another order than they would be",
-                    file=sys.stderr,
-                )
-            elif key not in RESUMABLE:
+        found = read_json_object(self.config, refusal=BadConfig, allowed="a folder that isojax train wrote")
+        # Parsed, so that a key which that version did not know yet has the value that it stood for.
+        old = parse_config(found, source=str(self.config))
+        differences = _differences(old.model_dump(mode="json"), config.model_dump(mode="json"), ())
+        for key, before, now in differences:
+            if key not in RESUMABLE + MESH:
                 raise BadConfig(
                     field=".".join(key),
                     found=now,
@@ -86,6 +84,13 @@ class RunFolder:
                     reason=f"{self.path} was started with it; a resumed run continues exactly. Keys that may change: "
                     + ", ".join(".".join(name) for name in RESUMABLE + MESH)
                     + ".",
+                )
+        for key, before, now in differences:
+            if key in MESH:
+                print(
+                    f"isojax: {'.'.join(key)} was {before} and is {now}: weights and optimizer are the "
+                    "checkpoint's, bit for bit; sums of later updates are rounded in another order than they would be",
+                    file=sys.stderr,
                 )
 
 

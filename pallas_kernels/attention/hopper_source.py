@@ -86,7 +86,7 @@ def _copy_pieces(
 
 def zero_rows(slot: jax.Ref, first: jax.Array, block: int, D: int) -> None:
     """Zeroes the rows of a loaded block from ``first`` on. Weight zero times NaN would be NaN."""
-    width = 64 if D % 64 == 0 else 16
+    width = next(size for size in (64, 32, 16) if D % size == 0)
     for row in range(0, block, 64):
         for column in range(0, D, width):
             part = slot.at[pl.ds(row, 64), pl.ds(column, width)]

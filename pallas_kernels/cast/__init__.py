@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cast import cpu, vjp
+from pallas_kernels.cast import cpu, cuda, vjp
 from pallas_kernels.cast.spec import SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
 
@@ -27,6 +27,7 @@ REGION = Region(
     shape_rule=_shape_rule,
     cpu=cpu.cast,
     spec=SPEC,
+    cuda=cuda.cast,
 )
 _call = differentiable(REGION, vjp.backward, vjp.keep)
 

@@ -204,7 +204,24 @@ def _merged(states):
     return (values / total[:, None]).bfloat16()
 
 
+def _both_products(program, x, w):
+    """Gate and up side by side, a row at a time."""
+    return (torch.stack([w.double() @ row for row in x.double()]).bfloat16(),)
+
+
+def _activated(program, products):
+    gate, up = products.float().chunk(2, 1)
+    return (((gate / (1 + (-gate).exp())).bfloat16().float() * up).bfloat16(),)
+
+
+def _gated(program, x, w):
+    return _activated(program, *_both_products(program, x, w))
+
+
 FORMS = {
+    ("gated_matmul", "matmul"): _both_products,
+    ("gated_matmul", "swiglu"): _activated,
+    ("gated_matmul", "gated_matmul"): _gated,
     ("log_prob_rows", "tail"): _tail,
     ("log_prob_rows", "logits"): _logits,
     ("log_prob_rows", "blocks"): _blocks,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.batch_view import RECORD
+from bridge.batch_view import NO_RECORD, RECORD
 from bridge.device_sampling import RequestSlots, draw_rows, uniforms
 from bridge.sampling import draw, uniform
 
@@ -98,11 +98,9 @@ def test_rows_know_their_request_their_place_and_their_seed():
         prefill_len_np=np.array([3, 6], np.int32),
     )
     rows = slots.rows(batch, prompts)
-    decoding, prefilling = rows.owners
-    assert (decoding.request, decoding.position, decoding.token_index, decoding.record) == ("decoding", 4, 2, 5)
-    assert decoding.sampled
-    assert (prefilling.position, prefilling.token_index, prefilling.record) == (4, -1, None)
-    assert not prefilling.sampled
+    assert rows.records_N.tolist() == [5, NO_RECORD]
+    assert rows.token_indices_N.tolist() == [2, -1]
+    assert rows.sampled_N.tolist() == [True, False]
     assert rows.greedy_N.tolist() == [False, True]
     assert rows.uniforms_N[0] == uniform(11, 2)
 
@@ -128,7 +126,8 @@ def test_a_preempted_request_draws_the_same_token_again():
         prefill_len_np=np.array([5]),
     )
     first, again = slots.rows(before, prompts), slots.rows(after, prompts)
-    assert first.owners == again.owners
+    for one, other in ((first.token_indices_N, again.token_indices_N), (first.sampled_N, again.sampled_N)):
+        assert one.tolist() == other.tolist()
     assert first.uniforms_N.tolist() == again.uniforms_N.tolist()
 
 

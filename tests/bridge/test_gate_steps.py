@@ -107,6 +107,8 @@ def _calls(tokens: tuple[int, ...], rows: tuple[int, ...]):
     yield "token_log_probs", (((128, H), "bfloat16"), w, ((128,), "int32"), heat), {"vocab_size": V}
     for T in rows:
         yield "log_prob_rows", (((T, H), "bfloat16"), w, heat), {"vocab_size": V}
+    for T in tokens:
+        yield "gated_matmul", (((T, H), "bfloat16"), ((256, H), "bfloat16")), {}
     constants = {"scale": 0.25, "split": 128}
     q, k, one = ((packed, N, D), "bfloat16"), ((packed, K, D), "bfloat16"), ((packed,), "int32")
     yield "attention", (q, k, k, one, one, ((), "int32")), constants
@@ -132,17 +134,19 @@ def _card() -> Card:
 
 HEADS = {name for name in FORMS if name[0] in ("log_prob_rows", "token_log_probs")}
 FUSED = {name for name in HEADS if name[0] == "token_log_probs"}
-ATTENTION = {name for name in FORMS if name not in HEADS}
+#: Of few tokens, and of more.
+GATED = {("gated_matmul", "matmul"), ("gated_matmul", "swiglu")}, {("gated_matmul", "gated_matmul")}
+ATTENTION = {name for name in FORMS if name[0] in ("attention", "paged_attention")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "kernels"),
     [
-        ("row_invariance", HEADS),
+        ("row_invariance", HEADS | GATED[0]),
         ("fused_head", FUSED),
         ("attention_bindings", ATTENTION),
-        ("reference", HEADS | {("attention", "attention"), ("paged_attention", "tiles")}),
+        ("reference", HEADS | GATED[1] | {("attention", "attention"), ("paged_attention", "tiles")}),
     ],
 )
 def test_a_gate_catches_a_fault_in_each_kernel_alone(gate, kernels):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.batch_view import RowOwner
+from bridge.batch_view import NO_RECORD
 from bridge.completions import rows_by_request, tapped_rows
 from bridge.engine import VllmEngine
 from bridge.row_tap import RowTap
@@ -21,8 +21,10 @@ def _offer(tap: RowTap, requests: int, steps: int) -> None:
     """Steps of decoding; the row of request r at step s is filled with 100 r + s. Each first step ends a chunk."""
     for step in range(-1, steps):
         rows = torch.tensor([[100.0 * request + step] * VOCABULARY for request in range(requests)])
-        owners = [RowOwner(str(r), step, step, sampled=step >= 0, record=r) for r in range(requests)]
-        tap.offer(rows, owners)
+        # The last request comes from elsewhere: nothing of it is kept.
+        rows = torch.cat([rows, torch.full((1, VOCABULARY), -2.0)])
+        records = np.array([*range(requests), NO_RECORD])
+        tap.offer(rows, records, np.full(requests + 1, step), np.full(requests + 1, step >= 0))
         # vLLM goes on to overwrite them.
         rows.fill_(-1.0)
 

@@ -1,9 +1,11 @@
 """The trainer's gradients on a card: against plain JAX in fp32, by kernel and as a whole, and the same in every run."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from gradient_samples import errors, gradients, plain_gradients
@@ -12,6 +14,11 @@ from isojax import Policy
 from isojax.evidence import small_policy
 from isojax.kernels import packing_of
 from isojax.policy.dense import REMATS
+from isojax.rl.algorithms import GrpoSection
+from isojax.rl.check_rollout import score
+from isojax.rl.config import OptimizerSection
+from isojax.rl.learner import Learner
+from isojax.rl.rollout import Completion
 
 LENGTHS = (700, 129, 64, 1, 300, 511)
 TOLERANCE = 1.5
@@ -78,6 +85,37 @@ def test_attentions_backward_on_a_card(lengths, H, K, D):
         assert np.linalg.norm(own - other) <= 1e-2 * np.linalg.norm(other)
         np.testing.assert_array_equal(own, second)
         assert not own[segments < 0].any()
+
+
+def test_an_update_learns_from_its_own_scores_and_rounds_the_new_weights():
+    """The whole learner: ratios of exactly 1, weights that move, and copies rounded to nearest even."""
+    policy = _policy("layer")
+    params = small_policy.small_parameters(policy)
+    capacity = max(small_policy.SHAPES.trainer_tokens)
+    learner = Learner(
+        policy,
+        params,
+        optimizer=OptimizerSection(learning_rate=1e-3),
+        algorithm=GrpoSection(),
+        temperature=1.0,
+        micro_batch_tokens=capacity,
+    )
+    sequences = [sequence for sequence in _sequences(policy) if len(sequence) > 8]
+    blank = [
+        Completion(number, tuple(own[:8]), tuple(own[8:]), np.zeros(len(own) - 8, np.float32), "length", "")
+        for number, own in enumerate(sequences)
+    ]
+    scores = score(policy, learner.params, blank, 1.0, capacity)
+    completions = [replace(own, log_probs=found) for own, found in zip(blank, scores, strict=True)]
+    advantages = np.linspace(-1, 1, len(completions), dtype=np.float32)
+    result = learner.update(completions, advantages, None, require_exact=True)
+    assert (result.updates, result.first_ratio_off_one, len(result.mismatch.wrong)) == (1, 0, 0)
+    assert np.isfinite(result.loss)
+    assert result.gradient_norm > 0
+    for name, master in learner.state.master.items():
+        rounded = np.asarray(master).astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(np.asarray(learner.params[name]).view(np.uint16), rounded.view(np.uint16), name)
+    assert not np.array_equal(np.asarray(learner.params["layers.down"]), np.asarray(params["layers.down"]))
 
 
 def _attention(scale, q, k, v, positions, segments):

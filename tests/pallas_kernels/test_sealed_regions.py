@@ -234,6 +234,15 @@ def test_states_of_splits_take_bounded_memory_however_many_tokens_a_step_has(pos
             assert program.buffers["acc"].shape[0] == 256 * 32 * positions // 512
 
 
+@pytest.mark.parametrize("head", [32, 96])
+def test_head_sizes_whose_tiles_are_half_as_wide_are_lowered(head):
+    from pallas_kernels.attention.hopper import paged_attention_program
+
+    sizes = {"pages": 64, "page": 16, "requests": 4, "request_pages": 8}
+    program = paged_attention_program(8, 2, 1, head, **sizes, scale=0.1, split=512)
+    assert len(seal_program("paged_attention", "1", {}, program).modules) == 2
+
+
 def test_contexts_of_one_split_need_no_merge():
     from pallas_kernels.attention.hopper import paged_attention_program
 

@@ -6,7 +6,8 @@ Runs in a process of its own, since the number of devices is fixed when JAX star
 
 import json
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from reference_engine import one_bit_off
 from rl_samples import leaf_bits, run_config, small_contract, small_engine, small_params, small_policy, small_trainer
 
 from contracts.errors import Refusal
-from isojax import Completion, MeshPolicy, Policy, digest, open_mesh
+from isojax import Completion, MeshPolicy, Policy, digest, open_mesh, pack
 from isojax.rl.check_rollout import check_rollout, score
 from isojax.rl.learner import Learner
 from isojax.rl.rollout import Sampling
@@ -39,7 +40,8 @@ def main(scratch: Path) -> None:
         "engine_has_the_weights": first.engine.weight_digest == digest(first.learner.params),
         "resumed": resumed(scratch / "resumed", first),
         "moved": {str(degrees): moved(scratch / "first", degrees, first) for degrees in (ALONE, SHARDED)},
-        "refused": [refusal(degrees) for degrees in ({"dp": 4, "fsdp": 2}, {"dp": 3, "fsdp": 1})],
+        "refused": [refusal(partial(placed, degrees)) for degrees in ({"dp": 4, "fsdp": 2}, {"dp": 3, "fsdp": 1})],
+        "cut": [refusal(partial(scored_in, length_multiple)) for length_multiple in (8, 5)],
     }
     print(json.dumps(found))
 
@@ -129,9 +131,15 @@ def moved(folder: Path, degrees: dict[str, int], finished: Trainer) -> bool:
     )
 
 
-def refusal(degrees: dict[str, int]) -> str:
+def scored_in(length_multiple: int) -> None:
+    """Two sequences of six tokens in batches that were not packed for a mesh."""
+    batch = pack([[0, 1, 2, 3, 4, 5]] * 2, length_multiple=length_multiple)
+    placed(BOTH).log_probs(small_params(), batch)
+
+
+def refusal(call: Callable[[], object]) -> str:
     try:
-        placed(degrees)
+        call()
     except Refusal as error:
         return str(error)
     return "taken"

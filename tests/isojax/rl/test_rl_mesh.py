@@ -17,6 +17,7 @@ from contracts.errors import BadConfig, MeshNotClaimed
 from isojax import export_policy, pack
 from isojax.contract import require_claimable
 from isojax.kernels.packing import Packing
+from isojax.mesh_policy import open_mesh
 from isojax.rl.checkpoint_policy import load_checkpoint
 from isojax.rl.memory_split import memory_split
 from isojax.rl.packing import cut
@@ -92,6 +93,18 @@ def test_a_mesh_that_is_not_there_or_not_claimed_is_refused_with_the_numbers(mea
     assert "dp = 4, fsdp = 2: 8 devices" in devices
     assert "at most the 4" in devices
     assert "mesh.dp: found dp=3; allowed: dp in 1, 2, 4, 8" in claim
+
+
+@pytest.mark.slow
+def test_a_batch_that_was_not_packed_for_the_mesh_is_refused(measured):
+    cut, odd = measured["cut"]
+    assert "a sequence that is cut at row 4" in cut
+    assert "found 15 rows; allowed: 4 pieces of equal length" in odd
+
+
+def test_degrees_whose_product_is_more_than_64_bits_are_more_than_there_are():
+    with pytest.raises(BadConfig, match=r"train\.mesh.*1208925819614629174706176 devices"):
+        open_mesh({"dp": 2**40, "fsdp": 2**40})
 
 
 def test_on_sm90_one_device_is_all_that_will_be_claimed():

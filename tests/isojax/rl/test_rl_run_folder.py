@@ -6,7 +6,8 @@ import json
 import pytest
 from rl_samples import run_config
 
-from contracts.errors import BadCheckpoint, BadConfig
+from contracts.errors import BadCheckpoint, BadConfig, Refusal
+from isojax.rl import assemble
 from isojax.rl.checkpoint_policy import load_checkpoint
 from isojax.rl.metrics import MetricsFile, StepMetrics, read_metrics
 from isojax.rl.report import run_summary
@@ -58,6 +59,37 @@ def test_a_resumed_run_may_be_longer_and_nothing_else(tmp_path):
     with pytest.raises(BadConfig, match="a JSON object") as refusal:
         folder.require_same_config(run_config())
     assert refusal.value.field.endswith("config.json")
+
+
+def test_a_run_of_a_version_that_had_no_meshes_is_resumed(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.write_config(run_config())
+    written = json.loads(folder.config.read_text())
+    del written["train"]["mesh"], written["train"]["compilation_cache"], written["metrics"]
+    folder.config.write_text(json.dumps(written))
+    folder.require_same_config(run_config())
+    assert capsys.readouterr().err == ""
+    folder.require_same_config(run_config(train={"mesh": {"dp": 2}}))
+    assert "train.mesh.dp was 1 and is 2" in capsys.readouterr().err
+
+
+def test_a_refused_resume_does_not_speak_of_the_mesh(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.write_config(run_config())
+    with pytest.raises(BadConfig, match=r"optimizer\.learning_rate"):
+        folder.require_same_config(run_config(train={"mesh": {"dp": 2}}, optimizer={"learning_rate": 1.0}))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_resume_that_is_refused_keeps_the_configuration_that_the_run_had(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.write_config(run_config())
+    before = folder.config.read_text()
+    monkeypatch.setattr(assemble, "open_task", lambda *given: None)
+    longer = run_config(train={"steps": 9})
+    with pytest.raises(Refusal, match="policy"):
+        assemble.assemble(longer, config_folder=tmp_path, folder=folder, resume=True)
+    assert folder.config.read_text() == before
 
 
 def test_runs_of_one_name_never_overwrite_each_other(tmp_path):

@@ -71,9 +71,9 @@ def test_checks_and_updates_run_at_sealed_sizes_with_the_bits_of_any_other_layou
     policy, sizes, rows = sealed_policy(), set(), []
     plain_score, plain_rows = policy.score, policy.head_rows
 
-    def score(params, buffers, batch, temperature):
+    def score(params, buffers, batch, temperature, **probe):
         sizes.add(batch.tokens.shape[0])
-        return plain_score(params, buffers, batch, temperature)
+        return plain_score(params, buffers, batch, temperature, **probe)
 
     def head_rows(params, hidden, temperature):
         rows.append(hidden.shape[0])
