@@ -3,6 +3,7 @@
 An entry stands only where the best tile is faster than the one that the estimate chooses, by more than a hundredth.
 """
 
+import ast
 import json
 import sys
 from collections import defaultdict
@@ -10,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.matmul import hopper_table
-from pallas_kernels.matmul.hopper_choice import SMALL_TOKENS, choose_tile, read_tile
+from pallas_kernels.matmul.hopper_choice import SMALL_TOKENS, Tile, choose_tile
+from pallas_kernels.matmul.hopper_cluster import ClusterTile
+from pallas_kernels.matmul.hopper_large import LargeTile
+from pallas_kernels.matmul.hopper_small import SmallTile
 
 GAIN = 0.99
 
@@ -36,6 +40,16 @@ def main() -> None:
 
 
 _ANNOTATION = "MEASURED: dict[tuple[int, int, int], dict[int, ClusterTile | LargeTile | SmallTile]]"
+
+
+def read_tile(text: str) -> Tile:
+    """The tile that a result file names by its repr; fields that came later have their defaults."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Name)
+    forms = {form.__name__: form for form in (ClusterTile, LargeTile, SmallTile)}
+    fields = {str(field.arg): ast.literal_eval(field.value) for field in call.keywords}
+    return forms[call.func.id](**fields)
 
 
 def _better(rows: list[dict[str, Any]], T: int, N: int, K: int, leaves: int) -> str | None:

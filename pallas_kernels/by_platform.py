@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.jax_api import Primitive, ShapedArray, batching, mlir, result_aval, vary_alike, without_manual_axes
+from pallas_kernels.jax_api import Form, Primitive, ShapedArray, batching, lower_form, mlir, result_aval, vary_alike
 
-Form = Callable[..., tuple[jax.Array, ...]]
 Static = int | float | bool | str
 
 FORMS: dict[str, dict[str, Form]] = {}
@@ -42,12 +41,7 @@ def by_platform(name: str, *, cpu: Form, cuda: Form) -> Callable[..., tuple[jax.
         return compiled(tuple(sorted(static.items())))(*operands)
 
     def lower(platform: str, context: Any, *operands: Any, **static: Static) -> Any:
-        # Inside of a lowering there is only one device's part of an array.
-        local = context.replace(
-            avals_in=[without_manual_axes(aval) for aval in context.avals_in],
-            avals_out=[without_manual_axes(aval) for aval in context.avals_out],
-        )
-        return mlir.lower_fun(FORMS[name][platform], multiple_results=True)(local, *operands, **static)
+        return lower_form(FORMS[name][platform], context, *operands, **static)
 
     def refuse(context: Any, *operands: Any, **static: Static) -> Any:
         platforms = ", ".join(context.module_context.platforms)

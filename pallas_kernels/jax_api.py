@@ -1,6 +1,7 @@
 """The parts of JAX that regions need and that moved between versions, in one place."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax._src.core import ManualAxisType
@@ -9,7 +10,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-__all__ = ["Primitive", "ShapedArray", "batching", "mlir", "result_aval", "vary_alike", "without_manual_axes"]
+__all__ = ["Form", "Primitive", "ShapedArray", "batching", "lower_form", "mlir", "result_aval", "vary_alike"]
+
+Form = Callable[..., tuple[jax.Array, ...]]
+"""Arrays and static parameters in, a tuple of arrays out."""
 
 
 def result_aval(shape: tuple[object, ...], dtype: object, operands: Sequence[ShapedArray]) -> ShapedArray:
@@ -23,9 +27,13 @@ def result_aval(shape: tuple[object, ...], dtype: object, operands: Sequence[Sha
     return ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
 
 
-def without_manual_axes(aval: ShapedArray) -> ShapedArray:
-    """The same shape and dtype with no mesh axis: inside a lowering there is only the local array."""
-    return ShapedArray(aval.shape, aval.dtype)
+def lower_form(form: Form, context: Any, *operands: Any, **static: Any) -> Any:
+    """A primitive's lowering to what `form` is made of. Inside of one there is only one device's part of an array."""
+    local = context.replace(
+        avals_in=[ShapedArray(aval.shape, aval.dtype) for aval in context.avals_in],
+        avals_out=[ShapedArray(aval.shape, aval.dtype) for aval in context.avals_out],
+    )
+    return mlir.lower_fun(form, multiple_results=True)(local, *operands, **static)
 
 
 def vary_alike(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:

@@ -10,20 +10,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import counters
-from pallas_kernels.jax_api import (
-    Primitive,
-    ShapedArray,
-    batching,
-    mlir,
-    result_aval,
-    vary_alike,
-    without_manual_axes,
-)
+from pallas_kernels.jax_api import Form, Primitive, ShapedArray, batching, lower_form, mlir, result_aval, vary_alike
 
 Parameter = int | float | bool | str
 ShapeAndDtype = tuple[tuple[Any, ...], np.dtype]
 ShapeRule = Callable[..., tuple[ShapeAndDtype, ...]]
-Form = Callable[..., tuple[jax.Array, ...]]
 Forward = Callable[[tuple[jax.Array, ...], Mapping[str, Parameter]], tuple[Any, Any]]
 
 REGIONS: dict[str, "Region"] = {}
@@ -184,13 +175,6 @@ def _make_primitive(region: Region) -> Primitive:
         # Op-by-op execution gives other bits than a compiled region, so an eager call is compiled as well.
         return compiled(tuple(sorted(parameters.items())))(*operands)
 
-    def lower_form(form: Form, context: Any, *operands: Any, **parameters: Parameter) -> Any:
-        local = context.replace(
-            avals_in=[without_manual_axes(aval) for aval in context.avals_in],
-            avals_out=[without_manual_axes(aval) for aval in context.avals_out],
-        )
-        return mlir.lower_fun(form, multiple_results=True)(local, *operands, **parameters)
-
     def lower_on_cpu(context: Any, *operands: Any, **parameters: Parameter) -> Any:
         counters.record_installed(region.name)
         return lower_form(region.cpu, context, *operands, **parameters)
@@ -202,12 +186,12 @@ def _make_primitive(region: Region) -> Primitive:
         )
 
     def lower_on_cuda(context: Any, *operands: Any, **parameters: Parameter) -> Any:
-        # Imported here: a CPU-only process needs no kernel for a card.
-        from pallas_kernels import hopper_regions
-
         counters.record_installed(region.name)
         if region.cuda is not None:
             return lower_form(region.cuda, context, *operands, **parameters)
+        # Imported here: a CPU-only process needs no kernel for a card.
+        from pallas_kernels import hopper_regions
+
         return hopper_regions.lower_on_cuda(region, context, operands, parameters)
 
     def batch(operands: Sequence[jax.Array], axes: Sequence[int | None], **parameters: Parameter) -> Any:

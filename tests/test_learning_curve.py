@@ -133,9 +133,28 @@ def test_the_two_examples_differ_in_the_arm_and_its_check_alone():
     assert native.model_dump() == changed
 
 
-@pytest.mark.skipif(not learning_curve.RESULTS.exists(), reason="there is no committed run yet")
-def test_the_committed_page_is_made_of_the_committed_run():
-    found = json.loads(learning_curve.RESULTS.read_text())
-    assert learning_curve.PAGE.read_text() == learning_page.page(found)
+def _require_page_of_its_run(results, page, pictures):
+    """A page of results says what a committed file holds; without such a file there is no page and no picture."""
+    if not results.exists():
+        assert not page.exists()
+        assert not pictures.exists()
+        return
+    found = json.loads(results.read_text())
+    assert page.read_text() == learning_page.page(found)
     for name, content in learning_page.pictures(found).items():
-        assert (learning_curve.PICTURES / name).read_text() == content
+        assert (pictures / name).read_text() == content
+
+
+def test_the_committed_page_is_made_of_the_committed_run():
+    _require_page_of_its_run(learning_curve.RESULTS, learning_curve.PAGE, learning_curve.PICTURES)
+
+
+def test_a_page_without_its_file_or_unlike_it_is_seen(written, tmp_path):
+    files = written / "found.json", written / "results.md", written / "pictures"
+    _require_page_of_its_run(*files)
+    with pytest.raises(AssertionError):
+        _require_page_of_its_run(tmp_path / "none.json", *files[1:])
+    other = tmp_path / "results.md"
+    other.write_text(files[1].read_text().replace("0", "1", 1))
+    with pytest.raises(AssertionError):
+        _require_page_of_its_run(files[0], other, files[2])

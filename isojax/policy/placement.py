@@ -45,7 +45,10 @@ class Placement(Protocol):
 class OneDevice:
     """The first device holds everything. Implements `Placement`."""
 
-    degrees: dict[str, int] = {"dp": 1}  # noqa: RUF012
+    @property
+    def degrees(self) -> dict[str, int]:
+        """One of one."""
+        return {"dp": 1}
 
     @property
     def rows(self) -> Sharding:

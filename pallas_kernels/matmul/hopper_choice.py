@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 
 from pallas_kernels.hopper_tools import sm_count
@@ -55,16 +54,6 @@ def choose_gated_tile(T: int, I: int, K: int) -> LargeTile:  # noqa: E741
         if isinstance(tile, LargeTile) and tile.columns % 32 == 0 and tile.columns <= WIDEST_GATED
     ]
     return min(candidates, key=lambda tile: (estimate(tile, T, 2 * I, K, 1), -tile.columns))
-
-
-def read_tile(text: str) -> Tile:
-    """The tile that a result file names by its repr; fields that came later have their defaults."""
-    call = ast.parse(text, mode="eval").body
-    assert isinstance(call, ast.Call)
-    assert isinstance(call.func, ast.Name)
-    forms = {form.__name__: form for form in (ClusterTile, LargeTile, SmallTile)}
-    fields = {str(field.arg): ast.literal_eval(field.value) for field in call.keywords}
-    return forms[call.func.id](**fields)
 
 
 def _depth(K: int, leaves: int) -> int:
