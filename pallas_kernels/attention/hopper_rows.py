@@ -74,45 +74,76 @@ class Rows:
         """How many splits so many blocks are."""
         return lax.div(blocks - 1, jnp.int32(self.split_blocks)) + 1
 
-    def split(self, extent: Extent, number: jax.Array) -> State:
-        """The state of one split."""
+    def first_scores(self, extent: Extent) -> jax.Array:
+        """Raw scores of a sequence's first block, fp32."""
+        self.take_turn()
+        return self._scores(extent, jnp.int32(0))[0]
+
+    def split(
+        self,
+        extent: Extent,
+        number: jax.Array,
+        raw_RB: jax.Array,
+        join: Callable[[State, bool], tuple[jax.Array, ...]],
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Computes one split from the raw scores of its first block.
+
+        Returns those of the next one's, under which ``join`` runs over its state, and what ``join`` returns. It is
+        called once for a split that others follow and once for a last one, and told which.
+        """
+        B = self.schedule.block
         first = number * self.split_blocks
         end = jnp.minimum(first + self.split_blocks, extent.blocks)
-        middle = jnp.minimum(jnp.maximum(first, extent.unmasked), end)
-        state = softmax.empty_state(self.schedule.D)
-        self.take_turn()
-        state = lax.fori_loop(first, middle, lambda b, s: self._block(extent, b, s, masked=False), state)
-        state = lax.fori_loop(middle, end, lambda b, s: self._block(extent, b, s, masked=True), state)
-        self.give_turn()
-        return state
 
-    def _block(self, extent: Extent, block: jax.Array, state: State, masked: bool) -> State:
-        """The state after one more block; has the turn at its start and end."""
-        B = self.schedule.block
-        number = extent.before + block
-        keys, values = self.keys.slot(number), self.values.slot(number)
-        plgpu.barrier_wait(self.keys.full.at[keys])
+        def one_block(block: jax.Array, state: State) -> State:
+            return self._add(extent, block, self._scores(extent, block)[0], state)
 
-        def product(acc: jax.Ref) -> jax.Array:
-            plgpu.wgmma(acc, self.q_RD, self.keys.blocks.at[keys].transpose((1, 0)))
+        state = self._add(extent, first, raw_RB, softmax.empty_state(self.schedule.D))
+        state = lax.fori_loop(first + 1, end, one_block, state)
+
+        def last() -> tuple[jax.Array, tuple[jax.Array, ...]]:
             self.give_turn()
-            return acc[...]
+            nothing_RB = plgpu.layout_cast(jnp.zeros((ROWS, B), jnp.float32), softmax.WGMMA)
+            return nothing_RB, join(state, True)
 
-        raw_RB = pl.run_scoped(product, plgpu.ACC((ROWS, B), jnp.float32))
-        plgpu.barrier_arrive(self.keys.empty.at[keys])
-        if masked:
-            # Some row ends inside a sequence's last block, so that one is masked.
-            pl.when((extent.over > 0) & (block == extent.blocks - 1))(self.release)
+        return lax.cond(end < extent.blocks, lambda: self._scores(extent, end, lambda: join(state, False)), last)
+
+    def _scores(
+        self, extent: Extent, block: jax.Array, under: Callable[[], tuple[jax.Array, ...]] = tuple
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Raw scores of a block, and what ``under`` returns, which runs while they are computed. Gives the turn."""
+        slot = self.keys.slot(extent.before + block)
+        plgpu.barrier_wait(self.keys.full.at[slot])
+
+        def product(acc: jax.Ref) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            plgpu.wgmma(acc, self.q_RD, self.keys.blocks.at[slot].transpose((1, 0)))
+            self.give_turn()
+            result = under()
+            return acc[...], result
+
+        raw_RB, result = pl.run_scoped(product, plgpu.ACC((ROWS, self.schedule.block), jnp.float32))
+        plgpu.barrier_arrive(self.keys.empty.at[slot])
+        pl.when((extent.over > 0) & (block == extent.blocks - 1))(self.release)
+        return raw_RB, result
+
+    def _add(self, extent: Extent, block: jax.Array, raw_RB: jax.Array, state: State) -> State:
+        """The state after one more block. Takes the turn."""
+        B = self.schedule.block
+        slot = self.values.slot(extent.before + block)
+
+        def masked() -> jax.Array:
             column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
             limit_RB = lax.broadcast_in_dim(extent.limit_R - block * B, (ROWS, B), (0,))
-            raw_RB = jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
+            return jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
+
+        raw_RB = lax.cond(block < extent.unmasked, lambda: raw_RB, masked)
         state, weights = softmax.weigh(state, raw_RB, self.schedule.exponent_scale)
-        pl.when(block < extent.full)(lambda: plgpu.barrier_wait(self.values.full.at[values]))
-        pl.when(block >= extent.full)(lambda: plgpu.barrier_wait(self.clean.at[values]))
+        pl.when(block < extent.full)(lambda: plgpu.barrier_wait(self.values.full.at[slot]))
+        pl.when(block >= extent.full)(lambda: plgpu.barrier_wait(self.clean.at[slot]))
         # The whole softmax belongs before the turn, which the compiler does not know.
         max_R, sum_R, weights = lax.optimization_barrier((state.max_R, state.sum_R, weights))
         self.take_turn()
         state = State(max_R, sum_R, state.acc_RD)
-        state = softmax.accumulate(state, weights, self.values.blocks.at[values], self.schedule.D, self.staged)
-        plgpu.barrier_arrive(self.values.empty.at[values])
+        state = softmax.accumulate(state, weights, self.values.blocks.at[slot], self.schedule.D, self.staged)
+        plgpu.barrier_arrive(self.values.empty.at[slot])
         return state

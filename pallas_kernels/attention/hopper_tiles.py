@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels.attention import hopper_softmax as softmax
 from pallas_kernels.attention.hopper_rows import Extent, Rows, Stages
 from pallas_kernels.attention.hopper_sequences import LOOKUP, NONE, NOTES, Plan, find_sequences
-from pallas_kernels.attention.hopper_softmax import ROWS, Schedule
+from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
 from pallas_kernels.attention.hopper_source import Packed, Paged, zero_rows
 from pallas_kernels.hopper_tools import chained_kernel, drain, sm_count, swizzled
 
@@ -30,6 +30,7 @@ def tiled_attention(
     *,
     single_tokens: bool = True,
     stages: int = 2,
+    bundle: int | None = None,
     staged_weights: bool = False,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(q [T, H*D], k, v, positions [T], owners [T][, block_table]) -> out [T, H*D]``.
@@ -39,14 +40,15 @@ def tiled_attention(
     another kernel takes sequences that have only one token in the batch: their rows are zero here, or not written.
 
     Up to a head size of 128 a block has two warpgroups of 64 tokens, which take turns: one's softmax runs under the
-    other's products. A third loads. The tiles with the most keys, the last ones, start first.
+    other's products. A third loads. The tiles with the most keys, the last ones, start first. A block takes ``bundle``
+    heads, a divisor of H, one after the other; it loads the next one's queries and keys while it computes one.
     """
     D, B = schedule.D, schedule.block
     consumers = 2 if D <= 128 else 1
     tile = ROWS * consumers
     tiles = pl.cdiv(T, tile)
     # Two heads one after the other spare a block's start, where the card is full even so.
-    bundle = math.gcd(H, 2) if tiles * H >= 2 * sm_count() else 1
+    bundle = bundle or (math.gcd(H, 2) if tiles * H >= 2 * sm_count() else 1)
     group = H // K
     paged = isinstance(source, Paged)
     # Columns of the earlier splits' values that wait in registers: where shared memory has no room for all.
@@ -74,7 +76,6 @@ def tiled_attention(
             plgpu.set_max_registers(40, action="decrease")
             found = (positions_T, owners_T, lookup, looked, notes)
             sequences = find_sequences(*found, first_token, tile, single_tokens)
-            padding = sequences.padding()
 
             def load_queries(member: jax.Array) -> None:
                 for number in range(consumers):
@@ -131,7 +132,7 @@ def tiled_attention(
                 start = (published, sequences.after(-1), before)
                 number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
                 none = number == published
-                pl.when(none)(lambda: plan.publish(number, NONE, padding))
+                pl.when(none)(lambda: plan.publish(number, NONE, sequences.padding()))
                 return number + jnp.where(none, 1, 0), done
 
             _, done = lax.fori_loop(0, bundle, one_head, (jnp.int32(0), jnp.int32(0)))
@@ -190,37 +191,44 @@ def tiled_attention(
                 extent = Extent(done, blocks, full_blocks, unmasked, limit_R, ends * more)
                 splits = own.splits(blocks)
 
-                def one_split(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                    part = own.split(extent, number)
-                    max_R, sum_R, rule = softmax.merge_sums(*totals[:2], part)
-                    if not paged:
-                        # Such a copy has read other rows. NaN is refused downstream; a wrong number would not be.
-                        sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
-                    parts = tuple(part.acc_RD[:, first:end] for first, end in spans)
+                def one_split(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    raw_RB, *totals = carry
 
-                    def join() -> tuple[jax.Array, ...]:
-                        earlier = (*totals[2:], plgpu.load(total_RD, layout=softmax.WGMMA))
-                        return tuple(rule.values(*pair) for pair in zip(earlier, parts, strict=True))
+                    def join(part: State, last: bool) -> tuple[jax.Array, ...]:
+                        max_R, sum_R, rule = softmax.merge_sums(*totals[:2], part)
+                        if not paged:
+                            # Such a copy has read other rows. NaN is refused downstream; a wrong number would not be.
+                            sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
+                        parts = tuple(part.acc_RD[:, first:end] for first, end in spans)
 
-                    # Joined to the empty state, a state stays as it is.
-                    values = lax.cond(joined + number == 0, lambda: parts, join)
-                    over = (ends > 0) & (number == splits - 1)
+                        def joined_parts() -> tuple[jax.Array, ...]:
+                            earlier = (*totals[2:], plgpu.load(total_RD, layout=softmax.WGMMA))
+                            return tuple(rule.values(*pair) for pair in zip(earlier, parts, strict=True))
 
-                    @pl.when(over)
-                    def _() -> None:
-                        # The head before may still be on its way out.
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        for (first, end), values_RD in zip(spans, values, strict=True):
-                            into = out_RD if not held else out_RD.at[:, pl.ds(first, end - first)]
-                            into[...] = softmax.finish(sum_R, values_RD)
+                        # Joined to the empty state, a state stays as it is.
+                        values = lax.cond(joined + number == 0, lambda: parts, joined_parts)
 
-                    @pl.when(jnp.logical_not(over))
-                    def _() -> None:
-                        total_RD[...] = values[-1]
+                        def keep() -> None:
+                            total_RD[...] = values[-1]
 
-                    return max_R, sum_R, *values[:-1]
+                        def finish() -> None:
+                            # The head before may still be on its way out.
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            for (first, end), values_RD in zip(spans, values, strict=True):
+                                into = out_RD if not held else out_RD.at[:, pl.ds(first, end - first)]
+                                into[...] = softmax.finish(sum_R, values_RD)
 
-                totals = lax.fori_loop(0, splits, one_split, tuple(totals))
+                        if last:
+                            pl.when(ends > 0)(finish)
+                            pl.when(ends == 0)(keep)
+                        else:
+                            keep()
+                        return max_R, sum_R, *values[:-1]
+
+                    raw_RB, totals = own.split(extent, number, raw_RB, join)
+                    return raw_RB, *totals
+
+                _, *totals = lax.fori_loop(0, splits, one_split, (own.first_scores(extent), *totals))
                 none = (jnp.int32(NONE), jnp.int32(0), jnp.int32(0), jnp.int32(0))
                 following = lax.cond(ends > 0, lambda: none, plan.take)
                 return *following, done + blocks, joined + splits, *totals
