@@ -132,9 +132,13 @@ class Rows:
         slot = self.values.slot(extent.before + block)
 
         def masked() -> jax.Array:
-            column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
-            limit_RB = lax.broadcast_in_dim(extent.limit_R - block * B, (ROWS, B), (0,))
-            return jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
+            # How far each row sees beyond a thread's own columns of the first eight. The compiler would look up again
+            # for every column which thread it is, unless it has to take this as given.
+            column = plgpu.broadcasted_iota(jnp.int32, (ROWS, 8), 1, layout=softmax.WGMMA)
+            ahead = lax.broadcast_in_dim(extent.limit_R - block * B, (ROWS, 8), (0,)) - column
+            ahead = lax.optimization_barrier(ahead)
+            parts = (jnp.where(ahead >= first, raw_RB[:, first : first + 8], -jnp.inf) for first in range(0, B, 8))
+            return jnp.concatenate(tuple(parts), axis=1)
 
         raw_RB = lax.cond(block < extent.unmasked, lambda: raw_RB, masked)
         state, weights = softmax.weigh(state, raw_RB, self.schedule.exponent_scale)

@@ -242,7 +242,7 @@ def tiled_attention(
                     plgpu.barrier_wait(q_full.at[warpgroup])
                     empty = (nothing.max_R, nothing.sum_R, *(nothing.acc_RD[:, :held] for _ in spans[1:]))
                     carry = (*first_sequence, done, jnp.int32(0), *empty)
-                    carry = lax.while_loop(lambda carry: carry[0] < NONE, lambda carry: one_sequence(carry, more), carry)
+                    carry = lax.while_loop(lambda carry: carry[0] < NONE, lambda c: one_sequence(c, more), carry)
                     return carry[4]
 
                 some, padding = first_sequence[0] < NONE, first_sequence[1]
