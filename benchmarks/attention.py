@@ -116,11 +116,11 @@ def _paged(
 
 def _bundles(ours: Callable[..., Callable[[], torch.Tensor]], bundles: Sequence[int]) -> dict[int, dict[str, Any]]:
     """Other numbers of heads a block: their times, and whether their bits are those of the default."""
-    expected = ours()().view(torch.int16) if bundles else None
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
+    default = ours()
     for bundle in bundles:
         run = ours(bundle)
-        same = bool((run().view(torch.int16) == expected).all())
+        same = torch.equal(run().view(torch.int16), default().view(torch.int16))
         us, spread = microseconds([run], repeats=5)
         found[bundle] = {"us": us, "spread_us": spread, "same_bits": same}
     return found
