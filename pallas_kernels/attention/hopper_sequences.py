@@ -119,9 +119,9 @@ def _alone(
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Tells the warpgroups the next sequence: its owner, its last position, whether its rows are misaligned and whether
-    it is the tile's last.
+    it is the tile's last, after which the next head's first one follows.
 
-    After that one it says NONE, and in place of a position whether the tile has padding.
+    A head without any has NONE, and in place of a position whether the tile has padding.
 
     ``planned`` is the loader's barrier, ``taken`` that of the warpgroups, which lets the loader write the next one.
     """

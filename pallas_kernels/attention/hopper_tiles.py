@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import hopper_softmax as softmax
+from pallas_kernels.attention.hopper_rows import Extent, Rows, Stages
 from pallas_kernels.attention.hopper_sequences import LOOKUP, NONE, NOTES, Plan, find_sequences
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
 from pallas_kernels.attention.hopper_source import Packed, Paged, zero_rows
@@ -29,6 +30,7 @@ def tiled_attention(
     *,
     single_tokens: bool = True,
     stages: int = 2,
+    bundle: int | None = None,
     staged_weights: bool = False,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(q [T, H*D], k, v, positions [T], owners [T][, block_table]) -> out [T, H*D]``.
@@ -38,17 +40,20 @@ def tiled_attention(
     another kernel takes sequences that have only one token in the batch: their rows are zero here, or not written.
 
     Up to a head size of 128 a block has two warpgroups of 64 tokens, which take turns: one's softmax runs under the
-    other's products. A third loads. The tiles with the most keys, the last ones, start first.
+    other's products. A third loads. The tiles with the most keys, the last ones, start first. A block takes ``bundle``
+    heads, a divisor of H, one after the other; it loads the next one's queries and keys while it computes one.
     """
     D, B = schedule.D, schedule.block
     consumers = 2 if D <= 128 else 1
     tile = ROWS * consumers
     tiles = pl.cdiv(T, tile)
     # Two heads one after the other spare a block's start, where the card is full even so.
-    bundle = math.gcd(H, 2) if tiles * H >= 2 * sm_count() else 1
+    bundle = bundle or (math.gcd(H, 2) if tiles * H >= 2 * sm_count() else 1)
     group = H // K
     paged = isinstance(source, Paged)
-    split_blocks = schedule.split // B
+    # Columns of the earlier splits' values that wait in registers: where shared memory has no room for all.
+    held = D // 2 if D % 128 == 0 else 0
+    spans = ((0, held), (held, D)) if held else ((0, D),)
 
     def blocks_of(last: jax.Array) -> tuple[jax.Array, jax.Array]:
         """How many blocks a sequence up to position ``last`` has, and how many of them it fills."""
@@ -58,8 +63,8 @@ def tiled_attention(
         names = iter(refs)
         q_TC, k_C, v_C, positions_T, owners_T = (next(names) for _ in range(5))
         table = next(names) if paged else None
-        out_TC, q_smem, k_smem, v_smem, total_smem, lookup, notes = (next(names) for _ in range(7))
-        looked, q_full, k_full, v_full, v_dirty, v_clean, k_empty, v_empty = (next(names) for _ in range(8))
+        out_TC, q_smem, k_smem, v_smem, total_smem, out_smem, lookup, notes = (next(names) for _ in range(8))
+        looked, q_full, q_empty, k_full, v_full, v_dirty, v_clean, k_empty, v_empty = (next(names) for _ in range(9))
         plan = Plan(notes, next(names), next(names))
         turn = next(names)
         staged_smem = next(names, None)
@@ -71,9 +76,19 @@ def tiled_attention(
             plgpu.set_max_registers(40, action="decrease")
             found = (positions_T, owners_T, lookup, looked, notes)
             sequences = find_sequences(*found, first_token, tile, single_tokens)
-            padding = sequences.padding()
+
+            def load_queries(member: jax.Array) -> None:
+                for number in range(consumers):
+
+                    @pl.when(member > 0)
+                    def _(number: int = number) -> None:
+                        plgpu.barrier_wait(q_empty.at[number])
+
+                    tokens, columns = pl.ds(first_token + number * ROWS, ROWS), pl.ds((first_head + member) * D, D)
+                    plgpu.copy_gmem_to_smem(q_TC.at[tokens, columns], q_smem.at[number], q_full.at[number])
 
             def one_head(member: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                published, before = carry
                 columns = pl.ds(lax.div(first_head + member, jnp.int32(group)) * D, D)
 
                 def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -92,6 +107,7 @@ def tiled_attention(
                             plgpu.barrier_wait(k_empty.at[slot])
 
                         source.load(k_C, rows, columns, k_smem.at[slot], k_full.at[slot])
+                        pl.when(done == before)(lambda: load_queries(member))
 
                         @pl.when(done >= stages)
                         def _() -> None:
@@ -113,11 +129,11 @@ def tiled_attention(
                     done = lax.fori_loop(0, blocks, one_block, done)
                     return number + 1, following, done
 
-                number, done = carry
-                start = (number, sequences.after(-1), done)
+                start = (published, sequences.after(-1), before)
                 number, _, done = lax.while_loop(lambda carry: carry[1] < NONE, one_sequence, start)
-                plan.publish(number, NONE, padding)
-                return number + 1, done
+                none = number == published
+                pl.when(none)(lambda: plan.publish(number, NONE, sequences.padding()))
+                return number + jnp.where(none, 1, 0), done
 
             _, done = lax.fori_loop(0, bundle, one_head, (jnp.int32(0), jnp.int32(0)))
             plgpu.barrier_wait(plan.taken)
@@ -129,13 +145,14 @@ def tiled_attention(
             if consumers > 1:
                 plgpu.set_max_registers(232, action="increase")
             q_RD, total_RD = q_smem.at[warpgroup], total_smem.at[warpgroup]
+            out_RD = out_smem.at[warpgroup]
             staged = staged_smem.at[warpgroup] if staged_weights else None
             first_row = pl.multiple_of(warpgroup * ROWS, ROWS)
             last_row = first_row + ROWS - 1
             rows = pl.ds(first_token + warpgroup * ROWS, ROWS)
             nothing = softmax.empty_state(D)
             # What a tile without sequences leaves, while it is looked up whether it is one.
-            q_RD[...] = nothing.acc_RD.astype(jnp.bfloat16)
+            out_RD[...] = nothing.acc_RD.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.barrier_wait(looked)
             position_R = plgpu.load(lookup.at[0, pl.ds(first_row, ROWS)], layout=softmax.PER_ROW, optimized=False)
@@ -152,91 +169,80 @@ def tiled_attention(
                 if consumers > 1:
                     plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
-            def one_sequence(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                owner, last, misaligned, ends, done, joined, max_R, sum_R = carry
+            own = Rows(
+                schedule,
+                q_RD,
+                Stages(k_smem, k_full, k_empty, stages),
+                Stages(v_smem, v_full, v_empty, stages),
+                v_clean,
+                take_turn,
+                give_turn,
+                lambda: plgpu.barrier_arrive(q_empty.at[warpgroup]),
+                staged,
+            )
+
+            def one_sequence(carry: tuple[jax.Array, ...], more: jax.Array) -> tuple[jax.Array, ...]:
+                owner, last, misaligned, ends, done, joined, *totals = carry
                 blocks, full_blocks = blocks_of(last)
                 limit_R = jnp.where(owner_R == owner, position_R, -1)
                 # Where all rows are of this sequence, the blocks before the first row's own need no mask.
                 alone = inside & (lookup[1, first_row] == owner) & (lookup[1, last_row] == owner)
                 unmasked = jnp.where(alone, lax.div(lookup[0, first_row] + 1, jnp.int32(B)), 0)
-                splits = lax.div(blocks - 1, jnp.int32(split_blocks)) + 1
+                extent = Extent(done, blocks, full_blocks, unmasked, limit_R, ends * more)
+                splits = own.splits(blocks)
 
-                def one_block(block: jax.Array, state: State, masked: bool) -> State:
-                    slot = lax.rem(done + block, jnp.int32(stages))
-                    plgpu.barrier_wait(k_full.at[slot])
+                def one_split(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                    raw_RB, *totals = carry
 
-                    def product(acc: jax.Ref) -> jax.Array:
-                        plgpu.wgmma(acc, q_RD, k_smem.at[slot].transpose((1, 0)))
-                        give_turn()
-                        return acc[...]
+                    def join(part: State, last: bool) -> tuple[jax.Array, ...]:
+                        max_R, sum_R, rule = softmax.merge_sums(*totals[:2], part)
+                        if not paged:
+                            # Such a copy has read other rows. NaN is refused downstream; a wrong number would not be.
+                            sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
+                        parts = tuple(part.acc_RD[:, first:end] for first, end in spans)
 
-                    raw_RB = pl.run_scoped(product, plgpu.ACC((ROWS, B), jnp.float32))
-                    plgpu.barrier_arrive(k_empty.at[slot])
-                    if masked:
-                        column_RB = plgpu.broadcasted_iota(jnp.int32, (ROWS, B), 1, layout=softmax.WGMMA)
-                        limit_RB = lax.broadcast_in_dim(limit_R - block * B, (ROWS, B), (0,))
-                        raw_RB = jnp.where(column_RB <= limit_RB, raw_RB, -jnp.inf)
-                    state, weights = softmax.weigh(state, raw_RB, schedule.exponent_scale)
+                        def joined_parts() -> tuple[jax.Array, ...]:
+                            earlier = (*totals[2:], plgpu.load(total_RD, layout=softmax.WGMMA))
+                            return tuple(rule.values(*pair) for pair in zip(earlier, parts, strict=True))
 
-                    @pl.when(block < full_blocks)
-                    def _() -> None:
-                        plgpu.barrier_wait(v_full.at[slot])
+                        # Joined to the empty state, a state stays as it is.
+                        values = lax.cond(joined + number == 0, lambda: parts, joined_parts)
 
-                    @pl.when(block >= full_blocks)
-                    def _() -> None:
-                        plgpu.barrier_wait(v_clean.at[slot])
+                        def keep() -> None:
+                            total_RD[...] = values[-1]
 
-                    # The whole softmax belongs before the turn, which the compiler does not know.
-                    max_R, sum_R, weights = lax.optimization_barrier((state.max_R, state.sum_R, weights))
-                    take_turn()
-                    state = State(max_R, sum_R, state.acc_RD)
-                    state = softmax.accumulate(state, weights, v_smem.at[slot], D, staged)
-                    plgpu.barrier_arrive(v_empty.at[slot])
-                    return state
+                        def finish() -> None:
+                            # The head before may still be on its way out.
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            for (first, end), values_RD in zip(spans, values, strict=True):
+                                into = out_RD if not held else out_RD.at[:, pl.ds(first, end - first)]
+                                into[...] = softmax.finish(sum_R, values_RD)
 
-                def one_split(number: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                    first = number * split_blocks
-                    end = jnp.minimum(first + split_blocks, blocks)
-                    middle = jnp.minimum(jnp.maximum(first, unmasked), end)
-                    part = lax.fori_loop(first, middle, lambda b, s: one_block(b, s, masked=False), nothing)
-                    part = lax.fori_loop(middle, end, lambda b, s: one_block(b, s, masked=True), part)
-                    max_R, sum_R, rule = softmax.merge_sums(*sums, part)
-                    if not paged:
-                        # Such a copy has read other rows. NaN is refused downstream; a wrong number would not be.
-                        sum_R = jnp.where((owner_R == owner) & (misaligned > 0), jnp.nan, sum_R)
+                        if last:
+                            pl.when(ends > 0)(finish)
+                            pl.when(ends == 0)(keep)
+                        else:
+                            keep()
+                        return max_R, sum_R, *values[:-1]
 
-                    def join() -> jax.Array:
-                        return rule.values(plgpu.load(total_RD, layout=softmax.WGMMA), part.acc_RD)
+                    raw_RB, totals = own.split(extent, number, raw_RB, join)
+                    return raw_RB, *totals
 
-                    # Joined to the empty state, a state stays as it is.
-                    values_RD = lax.cond(joined + number == 0, lambda: part.acc_RD, join)
-                    over = (ends > 0) & (number == splits - 1)
-
-                    @pl.when(over)
-                    def _() -> None:
-                        # The last product with the queries is done.
-                        q_RD[...] = softmax.finish(sum_R, values_RD)
-
-                    @pl.when(jnp.logical_not(over))
-                    def _() -> None:
-                        total_RD[...] = values_RD
-
-                    return max_R, sum_R
-
-                max_R, sum_R = lax.fori_loop(0, splits, one_split, (max_R, sum_R))
-                return *plan.take(), done + blocks, joined + splits, max_R, sum_R
+                _, *totals = lax.fori_loop(0, splits, one_split, (own.first_scores(extent), *totals))
+                none = (jnp.int32(NONE), jnp.int32(0), jnp.int32(0), jnp.int32(0))
+                following = lax.cond(ends > 0, lambda: none, plan.take)
+                return *following, done + blocks, joined + splits, *totals
 
             def one_head(member: jax.Array, done: jax.Array) -> jax.Array:
                 columns = pl.ds((first_head + member) * D, D)
+                more = jnp.where(member < bundle - 1, 1, 0)
                 first_sequence = plan.take()
 
                 def attend() -> jax.Array:
-                    plgpu.copy_gmem_to_smem(q_TC.at[rows, columns], q_RD, q_full.at[warpgroup])
                     plgpu.barrier_wait(q_full.at[warpgroup])
-                    take_turn()
-                    carry = (*first_sequence, done, jnp.int32(0), nothing.max_R, nothing.sum_R)
-                    carry = lax.while_loop(lambda carry: carry[0] < NONE, one_sequence, carry)
-                    give_turn()
+                    empty = (nothing.max_R, nothing.sum_R, *(nothing.acc_RD[:, :held] for _ in spans[1:]))
+                    carry = (*first_sequence, done, jnp.int32(0), *empty)
+                    carry = lax.while_loop(lambda carry: carry[0] < NONE, lambda c: one_sequence(c, more), carry)
                     return carry[4]
 
                 some, padding = first_sequence[0] < NONE, first_sequence[1]
@@ -246,13 +252,13 @@ def tiled_attention(
                 @pl.when(some | (padding > 0))
                 def _() -> None:
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(q_RD, out_TC.at[rows, columns])
-                    # The results may still be on their way to memory when the block ends.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.copy_smem_to_gmem(out_RD, out_TC.at[rows, columns])
 
                 return done
 
             lax.fori_loop(0, bundle, one_head, jnp.int32(0))
+            # The results may still be on their way to memory when the block ends.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if consumers > 1:
                 pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
@@ -271,11 +277,13 @@ def tiled_attention(
             plgpu.SMEM((consumers, ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((stages, B, D), jnp.bfloat16, transforms=layout),
-            # The earlier splits' values wait here while a split runs.
-            plgpu.SMEM((consumers, ROWS, D), jnp.float32, transforms=swizzled(D, "float32")),
+            # The earlier splits' values wait here while a split runs, unless they are held.
+            plgpu.SMEM((consumers, ROWS, D - held), jnp.float32, transforms=swizzled(D - held, "float32")),
+            plgpu.SMEM((consumers, ROWS, D), jnp.bfloat16, transforms=layout),
             plgpu.SMEM((2, LOOKUP), jnp.int32),
             plgpu.SMEM((NOTES,), jnp.int32),
             plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_barriers=consumers),
             plgpu.Barrier(num_barriers=consumers),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
             plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=stages),
