@@ -2,8 +2,9 @@
 
     python benchmarks/step_kernels.py FOLDER --batch 8 --out FILE      # FOLDER: a policy with sealed kernels
 
-A run of many steps less one of fewer, by torch's profiler, CUDA graphs on. Exits 1 where anything but a sealed kernel
-runs once a layer or more, that is, between regions.
+A run of many steps less one of fewer, by torch's profiler, CUDA graphs on. A kernel's time is what it adds: from the end
+of all that started before it, since launches are chained and a kernel that waits for the one before it is running, too.
+Exits 1 where anything but a sealed kernel runs once a layer or more, that is, between regions.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def main() -> int:
 
 
 def _profiled(engine: Any, prompts: list[list[int]], tokens: int) -> dict[str, tuple[int, float]]:
-    """(launches, microseconds) of every kernel, by name, of a run that generates this many tokens a prompt."""
+    """(launches, microseconds added) of every kernel, by name, of a run that generates this many tokens a prompt."""
     import torch
 
     from isojax.rl.rollout import Sampling
@@ -88,10 +89,12 @@ def _profiled(engine: Any, prompts: list[list[int]], tokens: int) -> dict[str, t
         torch.cuda.synchronize()
     launches: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            launches[event.name] += 1
-            microseconds[event.name] += event.device_time
+    ran = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy_until = 0.0
+    for event in sorted(ran, key=lambda event: event.time_range.start):
+        launches[event.name] += 1
+        microseconds[event.name] += max(0.0, event.time_range.end - max(event.time_range.start, busy_until))
+        busy_until = max(busy_until, event.time_range.end)
     return {name: (launches[name], microseconds[name]) for name in launches}
 
 
