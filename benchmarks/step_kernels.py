@@ -2,9 +2,9 @@
 
     python benchmarks/step_kernels.py FOLDER --batch 8 --out FILE      # FOLDER: a policy with sealed kernels
 
-A run of many steps less one of fewer, by torch's profiler, CUDA graphs on. A kernel's time is what it adds: from the end
-of all that started before it, since launches are chained and a kernel that waits for the one before it is running, too.
-Exits 1 where anything but a sealed kernel runs once a layer or more, that is, between regions.
+A run of many steps less one of fewer, by torch's profiler, CUDA graphs on. A kernel's time is what it adds: from the
+end of all that started before it, since launches are chained and a kernel that waits for the one before it is running,
+too. Exits 1 where anything but a sealed kernel runs once a layer or more, that is, between regions.
 """
 
 from __future__ import annotations
