@@ -4,8 +4,8 @@
 
 FOLDER is a policy with sealed kernels, with or without weights, as `engine_parity.py --prepare` writes it. Every arm
 runs on the same weights in a process of its own. They start together, since starting takes longer than measuring, and
-measure one after the other while the others do nothing. The third is vLLM's own batch-invariant mode. A ratio below 1
-is faster than stock vLLM.
+measure one after the other while the others do nothing: stock vLLM, its own batch-invariant mode, ours as a rollout
+uses it, and ours asked as stock vLLM is. A ratio below 1 is faster than stock vLLM.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_arm import ENVIRONMENTS, Workload
+from engine_arm import ENVIRONMENTS, OURS, Workload
 
 BASELINE = "stock"
+ARMS = ("batch_invariant", "isojax")
 WORKLOADS = ("1x128x512", "32x128x512", "256x128x512")
 
 
@@ -51,7 +52,7 @@ def main() -> int:
         writer.join()
         if writer.exitcode:
             return 1
-        chosen = dict.fromkeys((BASELINE, *(arguments.arm or ENVIRONMENTS)))
+        chosen = dict.fromkeys((BASELINE, *(arguments.arm or ARMS)))
         options = [part for text in workloads for part in ("--workload", text)] + ["--repeats", str(arguments.repeats)]
         started = {arm: Arm.start(arm, Path(scratch), options) for arm in chosen}
         for arm in started.values():
@@ -73,7 +74,7 @@ class Arm:
     @classmethod
     def start(cls, name: str, scratch: Path, options: list[str]) -> Arm:
         """Starts an arm on its folder in `scratch`. options: of its command line."""
-        out, folder = scratch / f"{name}.json", scratch / ("isojax" if name == "isojax" else "stock")
+        out, folder = scratch / f"{name}.json", scratch / ("isojax" if name in OURS else "stock")
         command = [sys.executable, str(Path(__file__).with_name("engine_arm.py")), name, str(folder), *options]
         return cls(subprocess.Popen([*command, "--out", str(out)], stdin=subprocess.PIPE, text=True), out)
 

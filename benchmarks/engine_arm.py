@@ -1,5 +1,8 @@
 """One arm of `engine.py`, in a process of its own: seconds and device time of the given workloads.
 
+Ours generates as a rollout does, through `VllmEngine`, which hands out tokens with their log-probabilities;
+`isojax_llm` is the same vLLM asked for them as stock vLLM is.
+
 python benchmarks/engine_arm.py ARM FOLDER --workload BATCHxINxOUT ... --repeats N --out FILE
 
 It writes an empty list to FILE once its engine stands, and measures when it has read a line from standard input.
@@ -14,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,9 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "stock": {"VLLM_PLUGINS": ""},
     "batch_invariant": {"VLLM_PLUGINS": "", "VLLM_BATCH_INVARIANT": "1"},
     "isojax": {},
+    "isojax_llm": {},
 }
+OURS = ("isojax", "isojax_llm")
 CACHE_BYTES = 24 << 30
 # Arms stand on the card together, so each asks vLLM for a share of it; the cache's size is given.
 SHARE = 0.3
@@ -54,8 +59,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **ENVIRONMENTS[arguments.arm]}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    with _claimed(arguments.arm, arguments.folder) as folder:
-        engine = _started(arguments.arm, folder, arguments.workload)
+    with _started(arguments.arm, arguments.folder, arguments.workload) as engine:
         rows: list[dict[str, Any]] = []
         arguments.out.write_text(json.dumps(rows))
         if not sys.stdin.readline():
@@ -67,24 +71,25 @@ def main() -> None:
             arguments.out.write_text(json.dumps(rows))
 
 
-def _claimed(arm: str, folder: Path) -> Any:
-    """Our policy as proved for this card, which is what `engine_parity.py` is for; others take the folder as it is."""
-    from card_engine import proved_copy
-
-    return proved_copy(folder) if arm == "isojax" else nullcontext(folder)
-
-
-def _started(arm: str, folder: Path, workloads: list[Workload]) -> Any:
+@contextmanager
+def _started(arm: str, folder: Path, workloads: list[Workload]) -> Iterator[Any]:
     batch = max(workload.batch for workload in workloads)
     length = max(workload.prompt + workload.output for workload in workloads)
-    if arm == "isojax":
-        from bridge.start import start_vllm
-        from contracts import load_contract
+    if arm in OURS:
+        from card_engine import proved_copy, running_engine
 
-        return start_vllm(folder, load_contract(folder), our_options(batch, length))
+        # Proved for this card, which is what `engine_parity.py` is for.
+        with proved_copy(folder) as copy, running_engine(copy, our_settings(batch, length)) as engine:
+            if arm == "isojax_llm":
+                yield engine._llm
+            else:
+                # The weights that it has read itself: there is no trainer here that they could differ from.
+                engine._digest = engine._rpc("isojax_weight_digest")
+                yield engine
+        return
     from vllm import LLM
 
-    return LLM(
+    yield LLM(
         str(folder),
         dtype="bfloat16",
         skip_tokenizer_init=True,
@@ -97,18 +102,14 @@ def _started(arm: str, folder: Path, workloads: list[Workload]) -> Any:
     )
 
 
-def our_options(batch: int, length: int) -> Any:
-    """Options of our engine for this many requests at once, each of at most `length` tokens."""
-    from bridge.start import EngineOptions
-
-    return EngineOptions.of(
-        {
-            "max_sequences": batch,
-            "max_context": length,
-            "max_step_tokens": STEP_TOKENS,
-            "kv_cache_bytes": CACHE_BYTES,
-        }
-    )
+def our_settings(batch: int, length: int) -> dict[str, Any]:
+    """Settings of our engine for this many requests at once, each of at most `length` tokens."""
+    return {
+        "max_sequences": batch,
+        "max_context": length,
+        "max_step_tokens": STEP_TOKENS,
+        "kv_cache_bytes": CACHE_BYTES,
+    }
 
 
 def _measured(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
@@ -129,22 +130,36 @@ def _measured(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
 def _seconds(engine: Any, workload: Workload, seed: int) -> float:
     """One run over prompts that no run had before, every token with its log-probability as a rollout needs it."""
     import numpy as np
-    from vllm import SamplingParams
 
     generator = np.random.default_rng(seed)
-    prompts = [
-        {"prompt_token_ids": generator.integers(10, 1000, workload.prompt).tolist()} for _ in range(workload.batch)
-    ]
-    wanted = SamplingParams(
-        temperature=1.0, max_tokens=workload.output, logprobs=0, ignore_eos=True, detokenize=False, seed=seed
-    )
+    prompts = [generator.integers(10, 1000, workload.prompt).tolist() for _ in range(workload.batch)]
+    # Ours, unless it is asked as vLLM's own class is.
+    generate = _rollout if hasattr(engine, "sync") else _generated
     start = time.perf_counter()
-    outputs = engine.generate(prompts, wanted, use_tqdm=False)
+    lengths = generate(engine, prompts, workload.output, seed)
     elapsed = time.perf_counter() - start
-    lengths = {len(output.outputs[0].token_ids) for output in outputs}
     if lengths != {workload.output}:
         raise RuntimeError(f"completions of {lengths} tokens where {workload.output} were asked for")
     return elapsed
+
+
+def _rollout(engine: Any, prompts: list[list[int]], tokens: int, seed: int) -> set[int]:
+    """The lengths of the completions, as many log-probabilities as tokens."""
+    from isojax.rl.rollout import Sampling
+
+    completions = engine.generate(prompts, Sampling(max_tokens=tokens, seed=seed, stop_token_ids=()))
+    return {min(len(completion.tokens), len(completion.log_probs)) for completion in completions}
+
+
+def _generated(llm: Any, prompts: list[list[int]], tokens: int, seed: int) -> set[int]:
+    """The same of vLLM's own class."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(
+        temperature=1.0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False, seed=seed
+    )
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
+    return {min(len(output.outputs[0].token_ids), len(output.outputs[0].logprobs)) for output in outputs}
 
 
 @contextmanager

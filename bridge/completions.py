@@ -27,10 +27,13 @@ class SampleRequest:
         """Its name in messages."""
         return f"prompt {self.prompt}, sample {self.sample}"
 
-    def sampling_params(self, record: int, sampling: Sampling, *, temperature: float = 1.0) -> SamplingParams:
+    def sampling_params(
+        self, record: int, sampling: Sampling, *, temperature: float = 1.0, reported: bool = True
+    ) -> SamplingParams:
         """vLLM's parameters for it. record: the number by which the engine will ask about it.
 
-        temperature: vLLM's own. The contract's is inside the log-probabilities already, which leaves 1.
+        temperature: vLLM's own. The contract's is inside the log-probabilities already, which leaves 1. reported:
+        whether vLLM is to report the sampled tokens' values.
         """
         given = sampling.seed
         seed = secrets.randbits(62) if given is None else request_seed(given, self.prompt, self.sample)
@@ -40,7 +43,7 @@ class SampleRequest:
             temperature=0.0 if sampling.greedy else temperature,
             seed=None if sampling.greedy else seed,
             stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,
+            logprobs=0 if reported else None,
         )
 
 
@@ -59,17 +62,20 @@ def sampling_params(*, record: int, **fields: Any) -> SamplingParams:
 
 
 def completion_of(
-    request: SampleRequest, output: RequestOutput, weights: str, rows: Mapping[int, np.ndarray] | None
+    request: SampleRequest,
+    output: RequestOutput,
+    log_probs: np.ndarray,
+    weights: str,
+    rows: Mapping[int, np.ndarray] | None,
 ) -> Completion:
-    """What vLLM returned for a request. vLLM hands fp32 values on as Python floats, which hold them exactly."""
+    """What vLLM returned for a request. log_probs: of its tokens, fp32."""
     sampled = output.outputs[0]
     tokens = tuple(sampled.token_ids)
-    entries = zip(tokens, sampled.logprobs or (), strict=True)
     return Completion(
         prompt_index=request.prompt,
         prompt_tokens=tuple(output.prompt_token_ids or ()),
         tokens=tokens,
-        log_probs=np.array([entry[token].logprob for token, entry in entries if entry], np.float32),
+        log_probs=log_probs,
         finish_reason=str(sampled.finish_reason),
         weight_digest=weights,
         # A step that was scheduled ahead may have tapped a row behind the last token.
@@ -77,11 +83,11 @@ def completion_of(
     )
 
 
-def sampled_values(output: RequestOutput) -> tuple[int, list[float]]:
-    """Position of the last prompt token, which the first row was computed from, and each sampled token's value."""
+def reported_values(output: RequestOutput) -> np.ndarray:
+    """fp32 log-probability of each sampled token, as vLLM reports it: as Python floats, which hold it exactly."""
     sampled = output.outputs[0]
     entries = zip(sampled.token_ids, sampled.logprobs or (), strict=True)
-    return len(output.prompt_token_ids or ()) - 1, [entry[token].logprob for token, entry in entries if entry]
+    return np.array([entry[token].logprob for token, entry in entries if entry], np.float32)
 
 
 def prompt_scores(sequence: Sequence[int], output: RequestOutput) -> np.ndarray:

@@ -15,14 +15,15 @@ from bridge.completions import (
     SampleRequest,
     completion_of,
     prompt_scores,
+    reported_values,
     rows_by_request,
-    sampled_values,
     sampling_params,
     tapped_rows,
 )
 from bridge.handshake import engine_report, kernel_record
 from bridge.non_finite import Fault, fault_of_values
 from bridge.prompts import checked_ids, require_temperature
+from bridge.sampled_log import logged_values
 from bridge.start import EngineOptions, start_vllm, stop_vllm
 from bridge.vllm_api import finish_weight_update, weight_version
 from bridge.weight_sync import WeightSender, empty_prefix_cache, require_idle
@@ -152,23 +153,33 @@ class VllmEngine:
         pairs = itertools.product(range(len(prompts)), range(sampling.samples))
         requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
         tokens = [ids[request.prompt] for request in requests]
-        params = [request.sampling_params(number, sampling) for number, request in enumerate(requests)]
+        logged = self._rpc("isojax_log_sampled", True)
+        params = [
+            request.sampling_params(number, sampling, reported=not logged) for number, request in enumerate(requests)
+        ]
         if full_rows:
             self._rpc("isojax_tap_rows", full_rows, secrets.randbits(62) if sampling.seed is None else sampling.seed)
         try:
             outputs = self._run(tokens, params)
-            self._refuse_faults(requests, [sampled_values(output) for output in outputs])
+            completed = [output.outputs[0].token_ids for output in outputs]
+            if logged:
+                values = logged_values(self._rpc("isojax_take_sampled"), completed)
+            else:
+                values = [reported_values(output) for output in outputs]
+            # A completion's first row was computed from its prompt's last token.
+            self._refuse_faults(requests, [(len(ids) - 1, row) for ids, row in zip(tokens, values, strict=True)])
             rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows and not rows_on_device else None
             if full_rows and rows_on_device:
                 taken = self._rpc("isojax_take_rows_on_device")
-                self.tapped = tapped_rows(taken, [len(output.outputs[0].token_ids) for output in outputs])
+                self.tapped = tapped_rows(taken, [len(completion) for completion in completed])
         finally:
+            self._rpc("isojax_log_sampled", False)
             if full_rows:
                 self._rpc("isojax_tap_rows", 0, 0)
         self._check_served()
         return [
-            completion_of(request, output, weights, None if rows is None else rows.get(number))
-            for number, (request, output) in enumerate(zip(requests, outputs, strict=True))
+            completion_of(request, output, row, weights, None if rows is None else rows.get(number))
+            for number, (request, output, row) in enumerate(zip(requests, outputs, values, strict=True))
         ]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -185,7 +196,7 @@ class VllmEngine:
         outputs = self._run(ids, params)
         scores = [prompt_scores(sequence, output) for sequence, output in zip(sequences, outputs, strict=True)]
         requests = [SampleRequest(number, 0) for number in range(len(sequences))]
-        self._refuse_faults(requests, [(0, score.tolist()) for score in scores])
+        self._refuse_faults(requests, [(0, score) for score in scores])
         return scores
 
     def sleep(self, level: int = 1) -> None:
@@ -297,7 +308,7 @@ class VllmEngine:
         require_temperature(sampling, self._contract)
         return checked_ids(prompts, sampling, self._contract.model.vocab_size, longest)
 
-    def _refuse_faults(self, requests: Sequence[SampleRequest], values: Sequence[tuple[int, Sequence[float]]]) -> None:
+    def _refuse_faults(self, requests: Sequence[SampleRequest], values: Sequence[tuple[int, np.ndarray]]) -> None:
         """values: of every request the position of its first row, and its rows' log-probabilities."""
         faults = [Fault(**fields) for fields in self._rpc("isojax_take_faults")]
         if not faults:

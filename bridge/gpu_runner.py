@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from bridge.device_sampling import RequestSlots, draw_rows, to_device
+from bridge.device_sampling import RequestSlots, StepRows, draw_rows, to_device
 from bridge.requests import check_sampling_params
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
     from bridge.gpu_model import GpuPolicyModel
+    from bridge.sampled_log import SampledLog
 
 
 class PolicyModelState(DefaultModelState):
@@ -32,6 +33,8 @@ class PolicyModelState(DefaultModelState):
         self.slots = RequestSlots(self.max_num_reqs, vllm_config.model_config.seed)
         self.serving = False
         """Set by the worker after vLLM's warm-up, whose requests use every sampling parameter there is."""
+        self.log: SampledLog | None = None
+        """Where to keep what is sampled, while somebody asks for it."""
         self.resumed_requests = 0
         """Requests that were preempted after a token was sampled and are computed again from their prompt on."""
 
@@ -60,7 +63,8 @@ class PolicySampler(Sampler):
     """Draws from the rows that `compute_logits` returned, untouched, and hands them to the row tap.
 
     Everything around the draw is vLLM's: with logprobs_mode raw_logits it gathers the drawn tokens' values out of the
-    same rows, so what it reports is the region's own fp32 number. Nothing here waits for the device.
+    same rows, so what it reports is the region's own fp32 number. `VllmEngine` does not ask it for them and has them
+    kept in a log. Nothing here waits for the device.
     """
 
     def __init__(self, base: Sampler, model: GpuPolicyModel, state: PolicyModelState) -> None:
@@ -68,14 +72,11 @@ class PolicySampler(Sampler):
         self.__dict__.update(base.__dict__)
         self._model = model
         self._state = state
-        self._uniforms_N: torch.Tensor | None = None
-        self._greedy_N: torch.Tensor | None = None
+        self._rows: StepRows | None = None
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Draws one token a row. logits: the fp32 log-probabilities of `compute_logits`, [N, V]."""
-        rows = self._state.slots.rows(input_batch, self.req_states.prompt_len.np)
-        self._uniforms_N = to_device(rows.uniforms_N, logits.device)
-        self._greedy_N = to_device(rows.greedy_N, logits.device) if rows.greedy_N.any() else None
+        rows = self._rows = self._state.slots.rows(input_batch, self.req_states.prompt_len.np)
         if self._state.serving:
             decode = bool(np.all(input_batch.num_scheduled_tokens == 1))
             self._model.note_step(input_batch.num_tokens_after_padding, decode=decode)
@@ -85,5 +86,11 @@ class PolicySampler(Sampler):
 
     def sample(self, logits: torch.Tensor, *arguments: Any, **keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The drawn tokens, int64 [N], and the rows themselves, in place of vLLM's processed logits."""
-        assert self._uniforms_N is not None
-        return draw_rows(logits, self._uniforms_N, self._greedy_N), logits
+        rows = self._rows
+        assert rows is not None
+        uniforms_N = to_device(rows.uniforms_N, logits.device)
+        greedy_N = to_device(rows.greedy_N, logits.device) if rows.greedy_N.any() else None
+        drawn_N = draw_rows(logits, uniforms_N, greedy_N)
+        if self._state.log is not None:
+            self._state.log.add(logits, drawn_N, rows)
+        return drawn_N, logits

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.worker.gpu_worker import Worker
 
 from bridge.policy_worker import PolicyWorker
+from bridge.sampled_log import SampledLog
+
+if TYPE_CHECKING:
+    from bridge.gpu_runner import PolicyModelState
 
 
 class IsojaxGpuWorker(PolicyWorker, Worker):
@@ -15,13 +19,25 @@ class IsojaxGpuWorker(PolicyWorker, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's warm-up and graph captures; from then on every request and every step counts."""
         result = super().compile_or_warm_up_model()
-        cast("Any", self.model_runner).model_state.serving = True
+        self._state.serving = True
         return result
+
+    @property
+    def _state(self) -> PolicyModelState:
+        return cast("Any", self.model_runner).model_state
+
+    def isojax_log_sampled(self, on: bool) -> bool:
+        """From now on keeps what is sampled, or no longer; it can."""
+        self._state.log = SampledLog() if on else None
+        return True
+
+    def isojax_take_sampled(self) -> dict[str, bytes]:
+        """What was sampled, see SampledLog.take."""
+        return (self._state.log or SampledLog()).take()
 
     def isojax_describe(self) -> dict[str, Any]:
         """What runs here, and how many requests came back after vLLM had preempted them."""
-        resumed = cast("Any", self.model_runner).model_state.resumed_requests
-        return {**super().isojax_describe(), "resumed_requests": resumed}
+        return {**super().isojax_describe(), "resumed_requests": self._state.resumed_requests}
 
     def sleep(self, level: int = 1) -> None:
         """Frees the cache and, by level, moves (1) or drops (2) the weights. Addresses stay, so captured graphs do too.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,16 +44,14 @@ class Fault:
         )
 
 
-def fault_of_values(request: str, record: int, position: int, values: Sequence[float]) -> Fault | None:
+def fault_of_values(request: str, record: int, position: int, values: np.ndarray) -> Fault | None:
     """The fault that a request's log-probabilities show by themselves: NaN or infinity, at the first of its rows.
 
     position: of the token that the first value's row was computed from. The head spoils a whole row where one logit is
     not finite, so any token's value tells; which region held the first one it does not.
     """
-    for index, value in enumerate(values):
-        if not math.isfinite(value):
-            return Fault(request, position + index, HEAD, record)
-    return None
+    bad = np.flatnonzero(~np.isfinite(values))
+    return Fault(request, position + int(bad[0]), HEAD, record) if bad.size else None
 
 
 def bad_rows(values: torch.Tensor) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bridge.completions import SampleRequest, completion_of
+from bridge.completions import SampleRequest, completion_of, reported_values
 from bridge.prompts import checked_ids
 from bridge.start import EngineOptions, start_stock_vllm, stop_vllm
 from bridge.weight_sync import empty_prefix_cache, require_idle
@@ -107,7 +107,7 @@ class StockEngine:
             use_tqdm=False,
         )
         return [
-            completion_of(request, output, self._digest, None)
+            completion_of(request, output, reported_values(output), self._digest, None)
             for request, output in zip(requests, outputs, strict=True)
         ]
 

@@ -4,6 +4,7 @@ import io
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import engine
 import engine_arm
+
+from bridge.start import EngineOptions
 
 
 def test_a_workload_is_read_from_its_text():
@@ -20,7 +23,7 @@ def test_a_workload_is_read_from_its_text():
 
 
 def test_our_arm_asks_for_options_that_the_engine_has():
-    options = engine_arm.our_options(32, 640)
+    options = EngineOptions.of(engine_arm.our_settings(32, 640))
     assert (options.max_sequences, options.max_context) == (32, 640)
 
 
@@ -58,9 +61,23 @@ def test_arms_start_together_and_measure_in_turn(tmp_path, monkeypatch):
     assert found[2]["rows"] == []
 
 
+def test_stock_vllm_is_asked_for_a_log_probability_of_every_token():
+    """With a stand-in for vLLM's class; a missing value shortens what counts as a completion."""
+    asked = []
+
+    class Llm:
+        def generate(self, prompts, wanted, use_tqdm):
+            asked.append(wanted)
+            found = SimpleNamespace(token_ids=[1] * wanted.max_tokens, logprobs=[{}] * (wanted.max_tokens - 1))
+            return [SimpleNamespace(outputs=[found]) for _ in prompts]
+
+    with pytest.raises(RuntimeError, match=r"completions of \{4\} tokens where 5 were asked for"):
+        engine_arm._seconds(Llm(), engine_arm.Workload(2, 3, 5), 0)
+    assert (asked[0].logprobs, asked[0].max_tokens) == (0, 5)
+
+
 def test_an_arm_whose_benchmark_is_gone_does_not_measure(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_arm, "_claimed", lambda arm, folder: nullcontext(folder))
-    monkeypatch.setattr(engine_arm, "_started", lambda *given: None)
+    monkeypatch.setattr(engine_arm, "_started", lambda *given: nullcontext())
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     # What it sets for its own process is taken back from this one.
     for name in (
