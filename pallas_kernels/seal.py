@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ class SealedModule:
     results: tuple[str, ...]
     aliases: tuple[tuple[int, int], ...] = ()
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         return hashlib.sha256(self.module).hexdigest()
 
@@ -64,7 +65,7 @@ class SealedProgram:
         outside = {*self.operands, *self.results}
         return tuple(name for name in self.buffers if name not in outside)
 
-    @property
+    @functools.cached_property
     def digests(self) -> tuple[str, ...]:
         return tuple(module.sha256 for module in self.modules)
 
