@@ -1,6 +1,7 @@
 """The matmul kernel for few rows: the weights are wgmma's M operand, the tokens its N operand."""
 
-# Dimension letters: T tokens, N output columns (rows of the weights), K reduction, R weight rows of a warpgroup.
+# Dimension letters: T tokens, N output columns (rows of the weights), K reduction, R weight rows of a warpgroup,
+# P columns of a product.
 
 from __future__ import annotations
 
@@ -28,16 +29,15 @@ class SmallTile:
 
     ``warpgroups`` consumers take 64 weight rows each and share the tokens. ``parallel`` blocks of one cluster take
     neighbouring runs of leaves of the same rows and send their partial sums to the first block, which folds them.
+    A product has at least ``columns`` columns, since wgmma takes longer for 16 or 24 of them than for 32. Those beyond
+    the last token hold whatever shared memory held; no other column depends on them and none is kept.
     """
 
     warpgroups: int = 1
     depth: int = 128
     stages: int = 6
     parallel: int = 1
-    tokens: int = 0
-    fill: str = "none"
-    turn: bool = False
-    first: bool = False
+    columns: int = 32
 
     @property
     def block_columns(self) -> int:
@@ -67,19 +67,10 @@ def small_matmul(
     leaf_steps = K // (leaves * tile.depth)
     my_leaves = leaves // tile.parallel
     steps = leaf_steps * my_leaves
-    P = max(tile.tokens, T)
-    copies_of_x = P // T if tile.fill == "again" else 1
+    P = max(T, tile.columns)
     out_bytes = tile.warpgroups * T * ROWS * jnp.dtype(out_dtype).itemsize
     inbox_bytes = (tile.parallel - 1) * tile.warpgroups * ROWS * T * 4
     stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (P + block_rows), out_bytes + inbox_bytes)
-
-    def turned(k: jax.Array | int) -> jax.Array | int:
-        """The step that is loaded k-th: blocks begin with different leaves, whose pairs are summed in either order."""
-        if not tile.turn:
-            return k
-        leaf = lax.div(jnp.int32(k), jnp.int32(leaf_steps))
-        other = leaf ^ (lax.axis_index("block") & (my_leaves - 1))
-        return k + (other - leaf) * leaf_steps
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -99,22 +90,9 @@ def small_matmul(
                 row = info.index[0] * block_rows
 
                 def start(k: jax.Array, slot: jax.Array) -> None:
-                    along_k = pl.ds((member * steps + turned(k)) * tile.depth, tile.depth)
-
-                    def load_x() -> None:
-                        if tile.fill == "zero" and P > T:
-                            rows = pl.ds(lax.axis_index("block") * 0, P)
-                            plgpu.copy_gmem_to_smem(x_TK.at[rows, along_k], x_smem.at[slot], full.at[slot])
-                            return
-                        for copy in range(copies_of_x):
-                            into = x_smem.at[slot, pl.ds(copy * T, T)] if P > T else x_smem.at[slot]
-                            plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], into, full.at[slot])
-
-                    if tile.first:
-                        load_x()
+                    along_k = pl.ds((member * steps + k) * tile.depth, tile.depth)
                     load_rows(weights, row, block_rows, along_k, w_smem.at[slot], full.at[slot])
-                    if not tile.first:
-                        load_x()
+                    plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot, pl.ds(0, T)], full.at[slot])
 
                 return fill(steps, stages, carry, empty, start)
 
@@ -133,8 +111,7 @@ def small_matmul(
                         return w_smem.at[slot, mine], x_smem.at[slot].transpose((1, 0))
 
                     done = carry + number * leaf_steps
-                    total = chain((ROWS, P), leaf_steps, stages, done, full, empty, operands)
-                    return total[:, :T] if P > T else total
+                    return chain((ROWS, P), leaf_steps, stages, done, full, empty, operands)[:, :T]
 
                 def finish(total_RT: jax.Array) -> None:
                     total_RT = total_RT.astype(out_dtype)
@@ -182,7 +159,7 @@ def small_matmul(
         def _() -> None:
             row, first = lax.axis_index("block") * block_rows, lax.axis_index("member") * steps
             for k in range(min(steps, AHEAD // (2 * block_rows * tile.depth))):
-                columns = pl.ds((first + turned(k)) * tile.depth, tile.depth)
+                columns = pl.ds((first + k) * tile.depth, tile.depth)
                 prefetch_rows(refs[1 : 1 + weight_parts], row, block_rows, columns)
 
     layout = swizzled(tile.depth)
@@ -192,7 +169,7 @@ def small_matmul(
         plgpu.SMEM((stages, P, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((stages, block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((tile.warpgroups, T, ROWS), jnp.dtype(out_dtype), transforms=swizzled(ROWS, out_dtype)),
-        plgpu.Barrier(num_arrivals=1 + copies_of_x, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages),
     ]
     if tile.parallel > 1:
