@@ -23,7 +23,8 @@ SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 HEAD = (151936, 4096)
 
 SMALL = [
-    SmallTile(warpgroups=w, depth=d, stages=s, parallel=p)
+    SmallTile(warpgroups=w, depth=d, stages=s, parallel=p, columns=c)
+    for c in (32, 8)
     for w, d, s, p in ((1, 128, 6, 1), (2, 128, 4, 1), (1, 128, 4, 2), (2, 128, 4, 2))
 ]
 LARGE = [
@@ -52,6 +53,8 @@ class Case(NamedTuple):
 
 def _cases(T: int, N: int, K: int, leaves: int) -> list[Case]:
     small = [tile for tile in SMALL if T <= 128 and leaves % tile.parallel == 0]
+    # For more tokens a product is as wide as they are.
+    small = [tile for tile in small if tile.columns == 32 or T < 32]
     # Narrow tiles are for not many tokens, and those that share weights for more than one row of tiles.
     large = [tile for tile in LARGE if T > 64 and tile.columns <= WIDEST[leaves]]
     # Tall ones leave no registers for a second leaf's sum.

@@ -21,7 +21,7 @@ def _programs(T: int) -> list[Program]:
         add_rms_norm_program(T, 4096, eps=1e-6),
         residual_add_program(T, 4096),
         swiglu_program(T, 12288),
-        *(qk_norm_rope_program(T, 32, 8, 128, norm=True, eps=1e-6, heads=heads) for heads in (1, 4)),
+        qk_norm_rope_program(T, 32, 8, 128, norm=True, eps=1e-6),
     ]
 
 

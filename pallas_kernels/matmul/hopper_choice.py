@@ -33,10 +33,9 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     """The tile for these shapes. within: columns that must be whole tiles, as where a bias is read along them."""
     depth = _depth(K, leaves)
     if T <= SMALL_TOKENS:
-        # At the fewest tokens too few blocks stream the weights: then two blocks share the leaves of a row.
-        if leaves > 1 and T <= 16:
-            wide = N > 4096 and within % 128 == 0
-            return SmallTile(warpgroups=2 if wide else 1, depth=depth, stages=4, parallel=2)
+        # At the fewest tokens and rows too few blocks stream the weights: then two blocks share the leaves of a row.
+        if leaves > 1 and T <= 8 and N <= 4096:
+            return SmallTile(depth=depth, stages=4, parallel=2, columns=8)
         return SmallTile(depth=depth, stages=6)
     measured = MEASURED.get((N, K, leaves), {}).get(T)
     if measured is not None and within % measured.block_columns == 0:

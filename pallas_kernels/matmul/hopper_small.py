@@ -1,6 +1,7 @@
 """The matmul kernel for few rows: the weights are wgmma's M operand, the tokens its N operand."""
 
-# Dimension letters: T tokens, N output columns (rows of the weights), K reduction, R weight rows of a warpgroup.
+# Dimension letters: T tokens, N output columns (rows of the weights), K reduction, R weight rows of a warpgroup,
+# P columns of a product.
 
 from __future__ import annotations
 
@@ -28,12 +29,15 @@ class SmallTile:
 
     ``warpgroups`` consumers take 64 weight rows each and share the tokens. ``parallel`` blocks of one cluster take
     neighbouring runs of leaves of the same rows and send their partial sums to the first block, which folds them.
+    A product has at least ``columns`` columns, since wgmma takes longer for 16 or 24 of them than for 32. Those beyond
+    the last token hold whatever shared memory held; no other column depends on them and none is kept.
     """
 
     warpgroups: int = 1
     depth: int = 128
     stages: int = 6
     parallel: int = 1
+    columns: int = 32
 
     @property
     def block_columns(self) -> int:
@@ -63,9 +67,10 @@ def small_matmul(
     leaf_steps = K // (leaves * tile.depth)
     my_leaves = leaves // tile.parallel
     steps = leaf_steps * my_leaves
+    P = max(T, tile.columns)
     out_bytes = tile.warpgroups * T * ROWS * jnp.dtype(out_dtype).itemsize
     inbox_bytes = (tile.parallel - 1) * tile.warpgroups * ROWS * T * 4
-    stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (T + block_rows), out_bytes + inbox_bytes)
+    stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (P + block_rows), out_bytes + inbox_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -87,7 +92,7 @@ def small_matmul(
                 def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds((member * steps + k) * tile.depth, tile.depth)
                     load_rows(weights, row, block_rows, along_k, w_smem.at[slot], full.at[slot])
-                    plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot, pl.ds(0, T)], full.at[slot])
 
                 return fill(steps, stages, carry, empty, start)
 
@@ -105,7 +110,8 @@ def small_matmul(
                     def operands(slot: jax.Array) -> tuple[jax.Ref, jax.Ref]:
                         return w_smem.at[slot, mine], x_smem.at[slot].transpose((1, 0))
 
-                    return chain((ROWS, T), leaf_steps, stages, carry + number * leaf_steps, full, empty, operands)
+                    done = carry + number * leaf_steps
+                    return chain((ROWS, P), leaf_steps, stages, done, full, empty, operands)[:, :T]
 
                 def finish(total_RT: jax.Array) -> None:
                     total_RT = total_RT.astype(out_dtype)
@@ -160,7 +166,7 @@ def small_matmul(
     # A cluster's inbox is filled once, so with several blocks a tile there is no second tile.
     blocks = tiles if tile.parallel > 1 else min(tiles, sm_count())
     scratch = [
-        plgpu.SMEM((stages, T, tile.depth), jnp.bfloat16, transforms=layout),
+        plgpu.SMEM((stages, P, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((stages, block_rows, tile.depth), jnp.bfloat16, transforms=layout),
         plgpu.SMEM((tile.warpgroups, T, ROWS), jnp.dtype(out_dtype), transforms=swizzled(ROWS, out_dtype)),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),

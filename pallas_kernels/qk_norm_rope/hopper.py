@@ -1,4 +1,4 @@
-"""QK-norm and rotary embedding on sm90: one warpgroup takes 64 tokens of a head at a time."""
+"""QK-norm and rotary embedding on sm90: one warpgroup takes 64 tokens of one head."""
 
 # Dimension letters: T tokens, B tokens of a block, D head size, F half a head, N query heads, K key heads.
 
@@ -21,22 +21,21 @@ PIECE = 32
 TOGETHER = 8
 
 
-def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: float, heads: int = 1) -> Program:
+def qk_norm_rope_program(T: int, N: int, K: int, D: int, *, norm: bool, eps: float) -> Program:
     """``(qkv [T, (N + 2K) * D], cos_sin [T, D] float32[, q_norm [D], k_norm [D]]) -> (q, k, v)`` in bfloat16.
 
-    q is [T, N, D], k and v are [T, K, D]. ``heads`` heads share one read of the table in a block; that moves no bit.
-    Raises ValueError where half a head is no multiple of 8.
+    q is [T, N, D], k and v are [T, K, D]. Raises ValueError where half a head is no multiple of 8.
     """
     buffers, norms = _shared_buffers(T, N, K, D, norm)
     buffers |= dict.fromkeys(("k", "v"), Buffer((T, K, D), "bfloat16"))
     operands, results = ("qkv", "cos_sin", *norms), ("q", "k", "v")
     views = {"q": (T, N * D), "k": (T, K * D), "v": (T, K * D)}
-    call = _kernel(T, N, K, D, norm=norm, eps=eps, heads=heads, rows=None)
+    call = _kernel(T, N, K, D, norm=norm, eps=eps, rows=None)
     return Program(buffers, operands, results, (Step("qk_norm_rope", call, operands, results, views),))
 
 
 def paged_qk_norm_rope_program(
-    T: int, N: int, K: int, D: int, *, pages: int, page: int, norm: bool, eps: float, heads: int = 1
+    T: int, N: int, K: int, D: int, *, pages: int, page: int, norm: bool, eps: float
 ) -> Program:
     """``(qkv, cos_sin, slots [T] int32, k_cache, v_cache[, q_norm, k_norm]) -> (q, k_cache, v_cache)``.
 
@@ -48,7 +47,7 @@ def paged_qk_norm_rope_program(
     buffers |= {"slots": Buffer((T,), "int32"), **dict.fromkeys(caches, Buffer((pages, page, K, D), "bfloat16", True))}
     operands, results = ("qkv", "cos_sin", "slots", *caches, *norms), ("q", *caches)
     views = {"q": (T, N * D), **dict.fromkeys(caches, (pages * page, K * D))}
-    call = _kernel(T, N, K, D, norm=norm, eps=eps, heads=heads, rows=pages * page)
+    call = _kernel(T, N, K, D, norm=norm, eps=eps, rows=pages * page)
     return Program(buffers, operands, results, (Step("paged_qk_norm_rope", call, operands, results, views),))
 
 
@@ -60,7 +59,7 @@ def _shared_buffers(T: int, N: int, K: int, D: int, norm: bool) -> tuple[dict[st
 
 
 def _kernel(
-    T: int, N: int, K: int, D: int, *, norm: bool, eps: float, heads: int, rows: int | None
+    T: int, N: int, K: int, D: int, *, norm: bool, eps: float, rows: int | None
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """rows: of the caches that keys and values go to; None for arrays of their own."""
     F = D // 2
@@ -72,6 +71,8 @@ def _kernel(
         return plgpu.load(tile, layout=plgpu.Layout.WGMMA, optimized=F % 16 == 0)
 
     paged = rows is not None
+    # Where a block has all tokens only they are copied, since zeros beyond the last one take their time too.
+    copied = T if T < BLOCK and T % 8 == 0 else BLOCK
     # A thread stores a column or two of a row. Rows too short for that are copied, one after the other.
     stored = D % 128 == 0 and T % TOGETHER == 0
     lanes = plgpu.Layout.WG_STRIDED((D,), vec_size=D // 128) if stored else None
@@ -85,26 +86,31 @@ def _kernel(
         norms = [next(names) for _ in range(2 if norm else 0)]
         q_out, k_out, v_out, x_smem, table_smem, loaded, table_loaded = (next(names) for _ in range(7))
         slots_smem, row_smem, slots_loaded = (next(names) for _ in range(3)) if paged else (None, None, None)
-        first_token = lax.axis_index("tokens") * BLOCK
-        block = pl.ds(first_token, BLOCK)
-        if paged:
-            plgpu.copy_gmem_to_smem(slots_T.at[block], slots_smem, slots_loaded)
+        head, first_token = lax.axis_index("head"), lax.axis_index("tokens") * BLOCK
+        block, filled = pl.ds(first_token, copied), pl.ds(0, copied)
+        # All copies are under way before the first wait.
         for half in range(2):
-            plgpu.copy_gmem_to_smem(cos_sin_TD.at[block, pl.ds(half * F, F)], table_smem.at[half], table_loaded)
-        plgpu.barrier_wait(table_loaded)
-        if paged:
-            plgpu.barrier_wait(slots_loaded)
+            columns = pl.ds(head * D + half * F, F)
+            plgpu.copy_gmem_to_smem(qkv_TC.at[block, columns], x_smem.at[half, filled], loaded)
 
-        def fetch(head: jax.Array) -> None:
+        @pl.when(head < N + K)
+        def _fetch_table() -> None:
             for half in range(2):
-                columns = pl.ds(head * D + half * F, F)
-                plgpu.copy_gmem_to_smem(qkv_TC.at[block, columns], x_smem.at[half], loaded)
-            plgpu.barrier_wait(loaded)
+                columns = pl.ds(half * F, F)
+                plgpu.copy_gmem_to_smem(cos_sin_TD.at[block, columns], table_smem.at[half, filled], table_loaded)
+
+        if paged:
+
+            @pl.when(head >= N)
+            def _fetch_slots() -> None:
+                plgpu.copy_gmem_to_smem(slots_T.at[block], slots_smem.at[filled], slots_loaded)
+
+        plgpu.barrier_wait(loaded)
 
         def put(target: jax.Ref, head: jax.Array) -> None:
             for half in range(2):
-                plgpu.copy_smem_to_gmem(x_smem.at[half], target.at[block, pl.ds(head * D + half * F, F)])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                columns = pl.ds(head * D + half * F, F)
+                plgpu.copy_smem_to_gmem(x_smem.at[half, filled], target.at[block, columns])
 
         def put_key_or_value(target: jax.Ref, head: jax.Array) -> None:
             if not paged:
@@ -119,7 +125,7 @@ def _kernel(
                     columns = pl.ds(half * F + start, piece)
                     row_smem[:, columns] = value_BF[:, start : start + piece]
             plgpu.commit_smem()
-
+            plgpu.barrier_wait(slots_loaded)
             columns = pl.ds(head * D, D)
 
             def copy_row(row: jax.Array, _: None) -> None:
@@ -143,11 +149,8 @@ def _kernel(
             rows = jnp.minimum(BLOCK, T - first_token)
             if lanes is None:
                 lax.fori_loop(0, rows, copy_row, None)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             else:
                 lax.fori_loop(0, lax.div(rows, jnp.int32(TOGETHER)), store_rows, None)
-                # Everyone must have read before the next head's rows come.
-                plgpu.commit_smem()
 
         def rotate(weight_D: jax.Ref | None) -> None:
             halves = [load(x_smem.at[half]).astype(jnp.float32) for half in range(2)]
@@ -161,31 +164,26 @@ def _kernel(
                     normed_BF = (halves[half] * scale_B[:, None]).astype(jnp.bfloat16).astype(jnp.float32)
                     weighted_BF = (normed_BF * weight_F.astype(jnp.float32)[None, :]).astype(jnp.bfloat16)
                     halves[half] = weighted_BF.astype(jnp.float32)
+            plgpu.barrier_wait(table_loaded)
             cos_BF, sin_BF = (load(table_smem.at[half]) for half in range(2))
             first_BF, second_BF = halves
             x_smem[0] = (first_BF * cos_BF - second_BF * sin_BF).astype(jnp.bfloat16)
             x_smem[1] = (second_BF * cos_BF + first_BF * sin_BF).astype(jnp.bfloat16)
             plgpu.commit_smem()
 
-        for offset in range(heads):
-            head = lax.axis_index("heads") * heads + offset
+        @pl.when(head < N)
+        def _query() -> None:
+            rotate(norms[0] if norm else None)
+            put(q_out, head)
 
-            @pl.when(head < N)
-            def _(head: jax.Array = head) -> None:
-                fetch(head)
-                rotate(norms[0] if norm else None)
-                put(q_out, head)
+        @pl.when((head >= N) & (head < N + K))
+        def _key() -> None:
+            rotate(norms[1] if norm else None)
+            put_key_or_value(k_out, head - N)
 
-            @pl.when((head >= N) & (head < N + K))
-            def _(head: jax.Array = head) -> None:
-                fetch(head)
-                rotate(norms[1] if norm else None)
-                put_key_or_value(k_out, head - N)
-
-            @pl.when((head >= N + K) & (head < N + 2 * K))
-            def _(head: jax.Array = head) -> None:
-                fetch(head)
-                put_key_or_value(v_out, head - N - K)
+        @pl.when(head >= N + K)
+        def _value() -> None:
+            put_key_or_value(v_out, head - N - K)
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -195,8 +193,8 @@ def _kernel(
     return chained_kernel(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes),
-        grid=(pl.cdiv(T, BLOCK), pl.cdiv(N + 2 * K, heads)),
-        grid_names=("tokens", "heads"),
+        grid=(pl.cdiv(T, BLOCK), N + 2 * K),
+        grid_names=("tokens", "head"),
         kernel_name="isojax_paged_qk_norm_rope" if paged else "isojax_qk_norm_rope",
         scratch_types=(
             half_tile,

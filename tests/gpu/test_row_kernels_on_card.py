@@ -73,11 +73,11 @@ def test_rotary_embedding_is_right_and_row_invariant(compiler, D, norm):
     assert_equal_bits(found[2], v, "values")
     for out, x, w in zip(found[:2], (q, k), weights or (None, None), strict=True):
         assert relative_error(out, _rope(x, table, w)) < 1e-3
-    for few, heads in ((1, 1), (8, 4), (64, 2)):
-        run = launcher(compiler, qk_norm_rope_program(few, N, K, D, norm=norm, eps=EPS, heads=heads))
+    for few in (1, 8, 24, 64):
+        run = launcher(compiler, qk_norm_rope_program(few, N, K, D, norm=norm, eps=EPS))
         part = slice(70, 70 + few)
         for out, whole in zip(run(qkv[part].clone(), table[part].clone(), *weights), found, strict=True):
-            assert_equal_bits(out, whole[part], f"{few} tokens, {heads} heads a block")
+            assert_equal_bits(out, whole[part], f"{few} tokens")
 
 
 @pytest.mark.parametrize(
