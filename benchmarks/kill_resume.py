@@ -1,10 +1,13 @@
-"""kill -9 at random moments of a run, resumed after each: its end must have the bits of a run that nobody killed.
+"""kill -9 at random moments of runs, resumed after each: their ends must have the bits of a run that nobody killed.
 
-    python benchmarks/kill_resume.py                         # writes benchmarks/results/kill_resume_cpu.json
-    python benchmarks/kill_resume.py --config FILE --deterministic --out FILE      # on a GPU
+    python benchmarks/kill_resume.py                      # writes benchmarks/results/kill_resume_cpu.json
+    python benchmarks/kill_resume.py --config examples/tiny_copy_card.toml --deterministic --runs 10 --steps 12 \
+        --out benchmarks/results/kill_resume_h200.json    # on cards
 
-`--deterministic` has XLA leave out what is not deterministic and keep what it tuned on the disk, so that every process
-runs the same kernels; the median seconds of a step tell what that costs.
+`--runs` kills several runs side by side, spread over the GPUs, and shares the kills among them. All start from the
+policy that the whole run exported and proved. `--deterministic` has XLA leave out what is not deterministic and keep
+what it tuned on the disk, so that every process runs the same kernels; what that costs is told by the median seconds of
+a step, beside those of a run without it.
 """
 
 from __future__ import annotations
@@ -13,90 +16,167 @@ import argparse
 import json
 import os
 import random
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from cpu_environment import environment
+import torch
+from kill_resume_runs import Pace, Place, differences, finish, is_exported, kill_and_resume, newest, seconds_of
 
-from isojax.rl.checkpoint import Checkpoints
 from isojax.rl.config_file import load_config
-from isojax.rl.metrics import read_metrics, reproducible
+from isojax.rl.metrics import read_metrics
 from isojax.rl.run_folder import RunFolder
 
 RESULTS = Path(__file__).parent / "results" / "kill_resume_cpu.json"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny_copy.toml"
-SECONDS_BETWEEN_LOOKS = 0.02
-STEPS_BEFORE_A_KILL = (0, 1, 1, 1, 2)
-"""Steps that a process finishes before its end, drawn evenly: a fifth of the kills come before its first one."""
-
-Command = Callable[[bool], Sequence[str]]
-"""The command line that runs to the end; given True it resumes."""
+SECONDS_BETWEEN_LOOKS = 0.1
 
 
 def main() -> int:
-    """Runs once untouched and once killed, compares, and writes the results; 0 if all bits agree."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=EXAMPLE, help="a run's TOML file")
-    parser.add_argument("--steps", type=int, default=60, help="enough that the run outlives its kills")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--deterministic", action="store_true", help="XLA's deterministic mode, for a GPU")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    """Runs once untouched and then killed, compares, and writes the results; 0 if all bits agree."""
+    arguments = parser().parse_args()
+    # Of the processes that run: comparing them needs no card, and a context would take memory of theirs.
+    jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as scratch:
         results = measure(arguments, Path(scratch))
-    arguments.out.write_text(json.dumps(results, indent=2) + "\n")
     print(json.dumps({name: results[name] for name in ("equal", "differences")}), f"written to {arguments.out}")
     return 0 if results["equal"] else 1
 
 
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    found.add_argument("--config", type=Path, default=EXAMPLE, help="a run's TOML file")
+    found.add_argument("--steps", type=int, default=60, help="enough that a run outlives its kills: three for each")
+    found.add_argument("--kills", type=int, default=20, help="of all runs together")
+    found.add_argument("--runs", type=int, default=1, help="that are killed, side by side")
+    found.add_argument("--seed", type=int, default=0, help="of the moments")
+    found.add_argument("--deterministic", action="store_true", help="XLA's deterministic mode, for a GPU")
+    found.add_argument("--out", type=Path, default=RESULTS)
+    return found
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the runs share. config, from_policy: TOML files, the second one of runs that start from the whole run's
+    policy. scratch: an empty folder."""
+
+    config: Path
+    from_policy: Path
+    scratch: Path
+
+    def place(self, name: str, gpu: str | None, *, deterministic: bool) -> Place:
+        """A run's folder and surroundings. Runs under the same flags share what was compiled and tuned."""
+        config = self.config if name == "whole" else self.from_policy
+        folder = RunFolder(self.scratch / name / load_config(self.config).run_name)
+        return Place(config, folder, run_environment(self.scratch, deterministic, gpu))
+
+
 def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Both runs and their comparison."""
-    # A copy beside the tasks, which are found next to a configuration.
-    config = arguments.config.with_name(f".kill_resume_{os.getpid()}.toml")
-    config.write_text(with_every_step_kept(arguments.config.read_text(), arguments.steps))
-    surroundings = run_environment(scratch, arguments.deterministic)
+    """All runs and their comparison; `arguments.out` is written anew whenever more is known."""
+    gpus = visible_gpus()
+    # Copies beside the tasks, which are found next to a configuration.
+    config, from_policy = (
+        arguments.config.with_name(f".kill_resume_{os.getpid()}_{name}.toml") for name in ("whole", "killed")
+    )
+    files = Files(config, from_policy, scratch)
+    text = with_every_step_kept(arguments.config.read_text(), arguments.steps)
+    config.write_text(text)
     try:
-        folders = [RunFolder(scratch / place / load_config(config).run_name) for place in ("whole", "killed")]
-
-        def command_in(folder: RunFolder) -> Command:
-            run = [sys.executable, "-m", "isojax.cli.main", "train", str(config), "--quiet"]
-            return lambda resume: [
-                *run,
-                *(("--resume", str(folder.path)) if resume else ("--runs", str(folder.path.parent))),
-            ]
-
-        whole, killed = folders
-        finish(command_in(whole)(False), surroundings)
-        print(f"whole run: {len(read_metrics(whole.metrics))} steps", flush=True)
-        moments = kill_and_resume(
-            command_in(killed), killed, surroundings, kills=arguments.kills, random_=random.Random(arguments.seed)
-        )
+        whole = files.place("whole", gpus[0], deterministic=arguments.deterministic)
+        from_policy.write_text(with_policy(text, whole.folder.policy))
+        plain = files.place("plain", gpus[-1], deterministic=False) if arguments.deterministic else None
+        pace = run_whole(whole, plain, steps=arguments.steps, together=len(gpus) > 1)
+        results = environment(gpus) | {
+            "config": arguments.config.name,
+            "deterministic": arguments.deterministic,
+            "steps": arguments.steps,
+            "kills": 0,
+            "runs": arguments.runs,
+            "equal": False,
+            "differences": ["the killed runs did not end"],
+            "median_seconds_a_step": median_seconds(whole.folder),
+        }
+        if plain is not None:
+            results["median_seconds_a_step_without"] = median_seconds(plain.folder) if newest(plain.folder) else None
+        results["moments"] = []
+        write(arguments.out, results)
+        print(json.dumps(results), flush=True)
+        killed = [
+            files.place(f"killed-{number}", gpus[number % len(gpus)], deterministic=arguments.deterministic)
+            for number in range(arguments.runs)
+        ]
+        for differing in killed_side_by_side(whole, killed, pace, arguments, results["moments"]):
+            results |= {"kills": len(results["moments"]), "equal": differing == [], "differences": differing}
+            write(arguments.out, results)
     finally:
-        config.unlink()
-    differing = differences(whole, killed)
-    return environment() | {
-        "config": arguments.config.name,
-        "device": jax.devices()[0].device_kind,
-        "deterministic": arguments.deterministic,
-        "steps": arguments.steps,
-        "kills": len(moments),
-        "equal": not differing,
-        "differences": differing,
-        "median_seconds_a_step": round(statistics.median(map(seconds_of, read_metrics(whole.metrics))), 3),
-        "moments": moments,
-    }
+        for path in (config, from_policy):
+            path.unlink(missing_ok=True)
+    return results
+
+
+def run_whole(whole: Place, plain: Place | None, *, steps: int, together: bool) -> Pace:
+    """Runs without kills: the one that all others are compared with, and one without the deterministic mode.
+
+    plain: starts from the whole run's policy; beside it, where it has a GPU of its own (`together`), else after it.
+    Its failure is printed, with what it said, and is no reason to kill nothing. Returns what the whole run took. Raises
+    RuntimeError, with what it said, where that one fails.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        ends: list[Future[None]] = [pool.submit(finish, whole)]
+        exported = _when(lambda: is_exported(whole.folder), ends[0])
+        print("whole run: policy exported", flush=True)
+        if plain is not None and together:
+            ends.append(pool.submit(finish, plain))
+        first = _when(lambda: newest(whole.folder) > 0, ends[0])
+        print(f"whole run: first step after {first - exported:.1f} s more", flush=True)
+        last = _when(lambda: newest(whole.folder) == steps, ends[0])
+        ends[0].result()
+        print(f"whole run: {len(read_metrics(whole.folder.metrics))} steps", flush=True)
+        if plain is not None and not together:
+            ends.append(pool.submit(finish, plain))
+        for end in ends[1:]:
+            if failure := end.exception():
+                print(f"run without the deterministic mode: {failure}", flush=True)
+    return Pace(first - exported, (last - first) / max(steps - 1, 1))
+
+
+def killed_side_by_side(
+    whole: Place, killed: list[Place], pace: Pace, arguments: argparse.Namespace, moments: list[dict[str, Any]]
+) -> Iterator[list[str]]:
+    """Kills and resumes all runs at once; yields, after each one's end, what differs, one that failed included.
+
+    Before the last end the runs that are still on their way count as different. moments: is filled.
+    """
+
+    def run(number: int) -> None:
+        kills = arguments.kills // arguments.runs + (number < arguments.kills % arguments.runs)
+        random_ = random.Random(arguments.seed + number)
+        for moment in kill_and_resume(killed[number], pace, kills=kills, random_=random_):
+            moments.append({"run": number, **moment})
+            print(moments[-1], flush=True)
+
+    with ThreadPoolExecutor(len(killed)) as pool:
+        ends = {pool.submit(run, number): number for number in range(len(killed))}
+        found: list[str] = []
+        for done, end in enumerate(as_completed(ends), start=1):
+            number = ends[end]
+            try:
+                end.result()
+                differing = differences(whole.folder, killed[number].folder)
+            except Exception as failure:
+                differing = [f"{type(failure).__name__}: {failure}"]
+            print(f"run {number} ended:", differing or "equal", flush=True)
+            found += [f"run {number}: {name}" for name in differing]
+            waiting = len(killed) - done
+            yield [*found, *([f"{waiting} runs did not end"] if waiting else [])]
 
 
 def with_every_step_kept(text: str, steps: int) -> str:
@@ -106,123 +186,73 @@ def with_every_step_kept(text: str, steps: int) -> str:
     return "\n".join([*kept[:place], f"steps = {steps}", "checkpoint_every = 1", *kept[place:]]) + "\n"
 
 
-def run_environment(scratch: Path, deterministic: bool) -> dict[str, str]:
-    """What the runs find in their environment: one compilation cache, and XLA's flags."""
+def with_policy(text: str, folder: Path) -> str:
+    """A configuration's text whose policy is the exported one in `folder`."""
+    kept, section = [], ""
+    for line in text.splitlines():
+        if line.startswith("["):
+            section = line.strip("[] ")
+        origin = section == "policy" and line.startswith(("source", "random"))
+        if not origin and not section.startswith("policy."):
+            kept.append(line)
+        if line == "[policy]":
+            kept.append(f"source = {json.dumps(str(folder))}")
+    return "\n".join(kept) + "\n"
+
+
+def run_environment(scratch: Path, deterministic: bool, gpu: str | None) -> dict[str, str]:
+    """What a run finds in its environment: a compilation cache, XLA's flags and its one GPU, None on a CPU."""
     flags = os.environ.get("XLA_FLAGS", "")
+    compiled = scratch / ("compiled_deterministic" if deterministic else "compiled")
     if deterministic:
         tuned = scratch / "autotuned"
-        tuned.mkdir()
+        tuned.mkdir(exist_ok=True)
         flags += f" --xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_per_fusion_autotune_cache_dir={tuned}"
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "XLA_FLAGS": flags.strip(),
+        # Several runs share a card.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     }
 
 
-def finish(command: Sequence[str], surroundings: Mapping[str, str]) -> None:
-    """Run to the end. Raises RuntimeError, with what it said, if it fails."""
-    done = subprocess.run(
-        command, env=os.environ | surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+def visible_gpus() -> list[str] | list[None]:
+    """The GPUs as CUDA_VISIBLE_DEVICES names them; one None on a machine without."""
+    count = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",")[:count] if given else [str(number) for number in range(count)]
+    return names or [None]
 
 
-def kill_and_resume(
-    command: Command, folder: RunFolder, surroundings: Mapping[str, str], *, kills: int, random_: random.Random
-) -> list[dict[str, Any]]:
-    """Start, kill -9, resume and so on, then let it finish; what each kill left behind.
+def environment(gpus: list[str] | list[None]) -> Mapping[str, Any]:
+    """Where and when this ran."""
+    if gpus == [None]:
+        from cpu_environment import environment as on_cpu
 
-    A process that was killed before the first checkpoint leaves nothing to resume: the run is started anew, as its user
-    would have to. Raises RuntimeError, with what it said, if a process ends by itself before it was killed.
-    """
-    moments: list[dict[str, Any]] = []
-    # Until the run itself tells.
-    seconds_to_first_step, seconds_a_step = 10.0, 1.0
-    while len(moments) < kills:
-        resume = prepared(folder)
-        wanted = random_.choice(STEPS_BEFORE_A_KILL)
-        target = newest(folder) + wanted
-        start = time.monotonic()
-        with tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(command(resume), env=os.environ | surroundings, stdout=log, stderr=log)
-            while process.poll() is None and newest(folder) < target:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-            if wanted:
-                seconds_to_first_step = time.monotonic() - start
-            # Anywhere in the step that follows, its checkpoint and the deletion of an older one included; or anywhere
-            # in the start.
-            time.sleep(random_.random() * (seconds_a_step if wanted else seconds_to_first_step))
-            if process.poll() is not None:
-                log.seek(0)
-                raise RuntimeError(f"it ended before it was killed:\n{log.read()[-4000:].decode(errors='replace')}")
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        lines = read_metrics(folder.metrics)
-        # The least, since a process's first step compiles and the one that is to be hit is a later one.
-        seconds_a_step = min(map(seconds_of, lines), default=seconds_a_step)
-        moments.append(
-            {
-                "resumed": resume,
-                "seconds_after_start": round(time.monotonic() - start, 2),
-                "steps_in_metrics": len(lines),
-                "newest_checkpoint": newest(folder),
-                "half_written": [path.name for path in _entries(folder) if not path.name.isdecimal()],
-            }
-        )
-        print(moments[-1], flush=True)
-    finish(command(prepared(folder)), surroundings)
-    return moments
+        return on_cpu()
+    from timing import environment as on_card
+
+    return on_card() | {"cards": len(gpus)}
 
 
-def seconds_of(line: Mapping[str, Any]) -> float:
-    """Seconds of a step, its checkpoint not included."""
-    return float(sum(value for name, value in line.items() if name.startswith("seconds_")))
+def median_seconds(folder: RunFolder) -> float:
+    """Median seconds of a run's steps, their checkpoints not included."""
+    return round(statistics.median(map(seconds_of, read_metrics(folder.metrics))), 3)
 
 
-def prepared(folder: RunFolder) -> bool:
-    """Whether there is a checkpoint to resume from; without one the folder goes, so that the run can start anew."""
-    if newest(folder):
-        return True
-    shutil.rmtree(folder.path, ignore_errors=True)
-    return False
+def write(path: Path, results: Mapping[str, Any]) -> None:
+    """The result file."""
+    path.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def newest(folder: RunFolder) -> int:
-    """Step of the newest complete checkpoint, 0 for none. Reads names alone, beside a process that writes."""
-    return max((int(path.name) for path in _entries(folder) if path.name.isdecimal()), default=0)
-
-
-def differences(left: RunFolder, right: RunFolder) -> list[str]:
-    """What differs in two runs' last checkpoints, bit for bit, and in their metrics but for times and memory."""
-    found = []
-    ours, theirs = (saved_bits(folder) for folder in (left, right))
-    found += sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-    one, other = ([reproducible(line) for line in read_metrics(folder.metrics)] for folder in (left, right))
-    if len(one) != len(other):
-        found.append(f"{len(one)} and {len(other)} lines of metrics")
-    found += [f"metrics of step {a['step']}" for a, b in zip(one, other, strict=False) if a != b]
-    return found
-
-
-def saved_bits(folder: RunFolder) -> dict[str, Any]:
-    """Every array of the newest checkpoint as bytes, by its path, and where the run stood."""
-    checkpoints = Checkpoints(folder.checkpoints)
-    step = checkpoints.latest()
-    if step is None:
-        raise RuntimeError(f"no checkpoint in {folder.checkpoints}")
-    progress = checkpoints.progress(step)
-    checkpoints.close()
-    with ocp.StandardCheckpointer() as checkpointer:
-        state = checkpointer.restore(folder.checkpoints.resolve() / str(step) / "state")
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves} | {"progress": progress}
-
-
-def _entries(folder: RunFolder) -> list[Path]:
-    return sorted(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
+def _when(happened: Callable[[], bool], end: Future[None]) -> float:
+    """Waits until it happened, or the run ended; the moment, by the monotonic clock."""
+    while not happened() and not end.done():
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    return time.monotonic()
 
 
 if __name__ == "__main__":

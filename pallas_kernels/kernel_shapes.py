@@ -80,6 +80,14 @@ class KernelShapes:
             raise _bad("max_context", self.max_context, f"at most {max_position}", "Its rope table ends there.")
         return self if self.max_context else dataclasses.replace(self, max_context=max_position)
 
+    def lacking(self, wanted: KernelShapes) -> tuple[str, ...]:
+        """Names of the fields in which these shapes do not hold all of `wanted`: a size or the limit is missing."""
+        buckets = ("token_buckets", "head_rows", "trainer_tokens")
+        limits = ("max_pages", "max_requests", "max_context")
+        found = [name for name in buckets if not set(getattr(wanted, name)) <= set(getattr(self, name))]
+        found += [name for name in limits if getattr(wanted, name) > getattr(self, name)]
+        return (*found, *(("page_size",) if wanted.page_size != self.page_size else ()))
+
     def to_json(self) -> dict[str, int | list[int]]:
         """Plain numbers and lists by field name."""
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import Remat
 from isojax.policy.native import native_policy
 from isojax.policy.policy import Policy
-from isojax.rl.card import machine_arch, prove_for_run, run_shapes, seal_for_run
+from isojax.rl.card import is_proved_for_run, machine_arch, prove_for_run, run_shapes, seal_for_run
 from isojax.rl.config import Config, PolicySection
 from isojax.rl.engine_defaults import DEFAULT_KV_CACHE_BYTES
 from isojax.rl.files import written
@@ -47,30 +48,13 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     starts.
     """
     task = open_task(config.task, config_folder)
-    exact = config.policy.arm == "exact"
     if config.metrics.tensorboard:
         require_tensorboard()
     mesh = open_mesh(config.train.mesh.degrees)
     if resume:
         folder.require_same_config(config)
     else:
-        policy, params, files = open_policy(config.policy, config_folder, config.train.remat)
-        # Before kernels are sealed and proved, which takes minutes.
-        _require_memory(config, policy)
-        arch = machine_arch()
-        if exact:
-            require_claimable(policy, arch, config.train.mesh.degrees)
-        kernels = None
-        if exact and arch != "cpu":
-            kernels = seal_for_run(policy, run_shapes(config, policy.config.max_position))
-        with written(folder.policy):
-            if exact:
-                temperature = config.rollout.temperature
-                export_policy(folder.policy, policy, params, files, temperature=temperature, arch=arch, kernels=kernels)
-            else:
-                export_checkpoint(folder.policy, policy, params, files)
-        if kernels is not None:
-            prove_for_run(folder.policy, arch)
+        _write_policy(config, config_folder, folder.policy)
     # From the exported folder in both cases, so that a resumed run starts from the very same bytes.
     policy, params = load(folder.policy, config.policy.dtype, remat=config.train.remat)
     encoder = PromptEncoder(folder.policy)
@@ -80,7 +64,7 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     stop = config.rollout.stop_token_ids
     if stop is not None:
         token_ids(stop, field="rollout.stop_token_ids", vocab_size=policy.config.vocab_size)
-    contract = load_contract(folder.policy) if exact else None
+    contract = load_contract(folder.policy) if config.policy.arm == "exact" else None
     if contract is None:
         policy = native_policy(policy, -(-longest // ROW_STEP) * ROW_STEP)
     elif mesh.size > 1:
@@ -110,6 +94,34 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     return trainer
 
 
+def _write_policy(config: Config, config_folder: Path, folder: Path) -> None:
+    """The folder that the run starts from. On a card its kernels are sealed and proved, unless its source is an
+    exported policy that brings such: then that is copied."""
+    policy, params, files = open_policy(config.policy, config_folder, config.train.remat)
+    # Before kernels are sealed and proved, which takes minutes.
+    _require_memory(config, policy)
+    arch = machine_arch()
+    if config.policy.arm == "native":
+        with written(folder):
+            export_checkpoint(folder, policy, params, files)
+        return
+    require_claimable(policy, arch, config.train.mesh.degrees)
+    kernels = None
+    if arch != "cpu":
+        shapes = run_shapes(config, policy.config.max_position)
+        source = _source(config.policy, config_folder)
+        if source is not None and is_proved_for_run(source, config, shapes):
+            with written(folder):
+                shutil.copytree(source, folder)
+            return
+        kernels = seal_for_run(policy, shapes)
+    with written(folder):
+        temperature = config.rollout.temperature
+        export_policy(folder, policy, params, files, temperature=temperature, arch=arch, kernels=kernels)
+    if kernels is not None:
+        prove_for_run(folder, arch)
+
+
 def open_policy(
     section: PolicySection, config_folder: Path, remat: Remat = "none"
 ) -> tuple[Policy, Parameters, TokenizerFiles]:
@@ -120,10 +132,17 @@ def open_policy(
     if section.random is not None:
         policy = Policy(PolicyConfig.from_hugging_face(section.random), dtype=section.dtype, remat=remat)
         return policy, policy.init(jax.random.key(section.random_seed)), {}
-    assert section.source is not None
-    source = package_weights(section.source) if section.source.startswith(PACKAGE) else config_folder / section.source
+    source = _source(section, config_folder)
+    assert source is not None
     policy, params = load(source, section.dtype, remat=remat)
     return policy, params, tokenizer_files(source)
+
+
+def _source(section: PolicySection, config_folder: Path) -> Path | None:
+    """Where the starting weights lie; None for random ones. Raises as `package_weights`."""
+    if section.source is None:
+        return None
+    return package_weights(section.source) if section.source.startswith(PACKAGE) else config_folder / section.source
 
 
 def package_weights(source: str) -> Path:

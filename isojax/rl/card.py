@@ -9,9 +9,10 @@ from pathlib import Path
 
 import jax
 
+from contracts import FILE_NAME, bits_float, check_temperature, load_contract
 from contracts.errors import BadConfig, DifferenceFound
 from isojax.evidence.gates import record_proof, run_gates, select_suites
-from isojax.kernels import Bundle, KernelShapes
+from isojax.kernels import Bundle, KernelShapes, load_kernels
 from isojax.policy.policy import Policy
 from isojax.rl.config import Config
 from isojax.rl.engine_defaults import DEFAULT_SEQUENCES, DEFAULT_STEP_TOKENS, count_setting
@@ -64,6 +65,34 @@ def run_shapes(config: Config, max_position: int) -> KernelShapes:
         max_requests=sequences,
         max_context=count_setting(settings, "max_context", 0, least=0),
     ).for_context(max_position)
+
+
+def is_proved_for_run(source: Path, config: Config, wanted: KernelShapes) -> bool:
+    """Whether `source` is an exported policy that holds all that this run would seal, proved on this kind of card.
+
+    wanted: `run_shapes` of the run. Of an exported policy whose kernels are not taken stderr says why. The handshake
+    compares ptxas later. Raises what `load_contract` and `load_kernels` do.
+    """
+    if not (source / FILE_NAME).is_file():
+        return False
+    contract = load_contract(source)
+    if contract.arch.startswith("cpu-"):
+        return False
+    card = jax.devices()[0].device_kind
+    temperature = bits_float(contract.semantics.temperature)
+    shapes = load_kernels(source, contract).shapes
+    if card not in contract.claims.device_kinds:
+        missing = f"no gate ran on {card}"
+    elif temperature != check_temperature(config.rollout.temperature):
+        missing = f"their temperature is {temperature} and the run's {config.rollout.temperature}"
+    elif contract.semantics.parameter_dtype != config.policy.dtype:
+        missing = f"their dtype is {contract.semantics.parameter_dtype} and the run's {config.policy.dtype}"
+    elif lacking := shapes.lacking(wanted):
+        missing = f"they lack what the run needs of {', '.join(lacking)}"
+    else:
+        return True
+    print(f"isojax: the kernels of {source} are not taken, others are sealed and proved: {missing}", file=sys.stderr)
+    return False
 
 
 def seal_for_run(policy: Policy, shapes: KernelShapes) -> Bundle:

@@ -12,7 +12,7 @@ from isojax.rl.config_file import load_config, parse_config
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-@pytest.mark.parametrize("name", ["smollm2_arithmetic", "tiny_copy"])
+@pytest.mark.parametrize("name", ["smollm2_arithmetic", "tiny_copy", "tiny_copy_card"])
 def test_the_examples_load(name):
     assert load_config(EXAMPLES / f"{name}.toml").name == name
 

@@ -1,8 +1,8 @@
 """kill -9: what a process leaves behind at any moment is resumed, with the bits of a run that nobody killed."""
 
-import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rl_samples import leaf_bits, run_config, small_trainer
@@ -10,30 +10,90 @@ from rl_samples import leaf_bits, run_config, small_trainer
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 import kill_resume
+import kill_resume_runs
 
 from contracts.errors import BadCheckpoint
+from isojax.rl.config_file import load_config
 from isojax.rl.run_folder import RunFolder
 
 STEPS = "8"
 
 
-@pytest.mark.slow
-@pytest.mark.long_file(50)
-def test_a_run_that_was_killed_twice_ends_with_the_bits_of_one_that_was_not(tmp_path):
-    def command_in(folder):
-        return lambda resume: [sys.executable, str(Path(__file__).with_name("kill_run.py")), str(folder), STEPS]
+class _SmallRun(kill_resume_runs.Place):
+    """A run without vLLM, that resumes where it can."""
 
-    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
-    kill_resume.finish(command_in(whole.path)(False), {})
-    moments = kill_resume.kill_and_resume(command_in(killed.path), killed, {}, kills=2, random_=random.Random(1))
-    assert len(moments) == 2
+    def command(self, resume):
+        return [sys.executable, str(Path(__file__).with_name("kill_run.py")), str(self.folder.path), STEPS]
+
+
+def _small_run(place: Path) -> _SmallRun:
+    return _SmallRun(place, RunFolder(place))
+
+
+@pytest.mark.slow
+@pytest.mark.long_file(70)
+def test_runs_that_were_killed_side_by_side_end_with_the_bits_of_one_that_was_not(tmp_path):
+    whole, *killed = (_small_run(tmp_path / name) for name in ("whole", "killed", "other"))
+    kill_resume_runs.finish(whole)
+    moments = []
+    arguments = SimpleNamespace(kills=3, runs=2, seed=1)
+    pace = kill_resume_runs.Pace(to_first_step=5.0, a_step=0.3)
+    found = list(kill_resume.killed_side_by_side(whole, killed, pace, arguments, moments))
+    assert found == [["1 runs did not end"], []]
+    assert sorted(moment["run"] for moment in moments) == [0, 0, 1]
     assert any(moment["newest_checkpoint"] for moment in moments)
-    assert kill_resume.newest(killed) == int(STEPS)
-    assert kill_resume.differences(whole, killed) == []
+    assert kill_resume_runs.newest(killed[0].folder) == int(STEPS)
     # The comparison sees what it should.
-    text = killed.metrics.read_text()
-    killed.metrics.write_text(text.replace('"policy_version": 3', '"policy_version": 4'))
-    assert kill_resume.differences(whole, killed) == ["metrics of step 3"]
+    text = killed[0].folder.metrics.read_text()
+    killed[0].folder.metrics.write_text(text.replace('"policy_version": 3', '"policy_version": 4'))
+    assert kill_resume_runs.differences(whole.folder, killed[0].folder) == ["metrics of step 3"]
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path):
+    class Broken(_SmallRun):
+        def command(self, resume):
+            return [sys.executable, "-c", "raise SystemExit('the card is gone')"]
+
+    trainer = small_trainer(tmp_path / "whole", run_config(train={"steps": 1}))
+    trainer.run(show_progress=False)
+    trainer.close()
+    whole = _small_run(tmp_path / "whole")
+    broken = Broken(tmp_path, RunFolder(tmp_path / "broken"))
+    arguments = SimpleNamespace(kills=0, runs=2, seed=1)
+    pace = kill_resume_runs.Pace(to_first_step=5.0, a_step=0.3)
+    # The whole run resumes at its end and has nothing to do.
+    *_, found = kill_resume.killed_side_by_side(whole, [broken, whole], pace, arguments, [])
+    assert len(found) == 1
+    assert found[0].startswith("run 0: RuntimeError")
+    assert "the card is gone" in found[0]
+
+
+def test_a_killed_run_starts_from_the_whole_runs_policy(tmp_path):
+    text = kill_resume.with_every_step_kept(kill_resume.EXAMPLE.read_text(), 7)
+    config = tmp_path / "config.toml"
+    config.write_text(kill_resume.with_policy(text, tmp_path / "policy"))
+    found, given = load_config(config), load_config(kill_resume.EXAMPLE)
+    assert found.policy.source == str(tmp_path / "policy")
+    assert found.policy.random is None
+    assert (found.train.steps, found.train.checkpoint_every) == (7, 1)
+    assert found.model_copy(update={"policy": given.policy, "train": given.train}) == given
+
+
+def test_runs_under_the_same_flags_share_what_was_compiled_and_tuned(tmp_path):
+    one, other = (kill_resume.run_environment(tmp_path, True, gpu) for gpu in ("0", "1"))
+    assert "--xla_gpu_exclude_nondeterministic_ops=true" in one["XLA_FLAGS"]
+    assert {name for name in one if one[name] != other[name]} == {"CUDA_VISIBLE_DEVICES"}
+    plain = kill_resume.run_environment(tmp_path, False, None)
+    assert "CUDA_VISIBLE_DEVICES" not in plain
+    assert plain["JAX_COMPILATION_CACHE_DIR"] != one["JAX_COMPILATION_CACHE_DIR"]
+    assert "nondeterministic" not in plain["XLA_FLAGS"]
+
+
+@pytest.mark.parametrize(("given", "count", "found"), [("", 0, [None]), ("", 2, ["0", "1"]), ("3,5", 2, ["3", "5"])])
+def test_runs_are_spread_over_the_gpus_that_there_are(monkeypatch, given, count, found):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    monkeypatch.setattr(kill_resume.torch.cuda, "device_count", lambda: count)
+    assert kill_resume.visible_gpus() == found
 
 
 def test_a_run_of_other_weights_differs_in_them(tmp_path):
@@ -43,7 +103,7 @@ def test_a_run_of_other_weights_differs_in_them(tmp_path):
         trainer.run(show_progress=False)
         trainer.close()
         runs.append(trainer.folder)
-    found = kill_resume.differences(*runs)
+    found = kill_resume_runs.differences(*runs)
     assert "['master']['lm_head']" in found
     assert "progress" in found
 

@@ -1,0 +1,106 @@
+"""A run on a card that starts from an exported policy: whose kernels are proved, it seals and proves none."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+from bundle_samples import SHAPES, unlowered
+from kernel_samples import sealable_policy, sealed_folder
+
+from isojax.evidence.proof import Proof, write_proof
+from isojax.kernels import Bundle
+from isojax.kernels.calls import kernel_calls
+from isojax.rl import assemble
+from isojax.rl.config_file import parse_config
+from isojax.weights.load import load
+from pallas_kernels import kernel_source
+
+CARD = SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="a card")
+SETTINGS = {"max_step_tokens": 8, "max_sequences": 4, "max_context": 64}
+
+
+class _SealedAnewError(Exception):
+    """Stands for minutes of sealing and proving."""
+
+
+@pytest.fixture(autouse=True)
+def on_a_card(monkeypatch):
+    """No card is needed to decide; whoever seals is stopped."""
+
+    def seal(policy, shapes):
+        raise _SealedAnewError
+
+    monkeypatch.setattr(kernel_source, "LOADED", kernel_source.KernelSource())
+    monkeypatch.setattr(jax, "devices", lambda: [CARD])
+    monkeypatch.setattr(assemble, "engine_class", lambda name: object)
+    monkeypatch.setattr(assemble, "seal_for_run", seal)
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """An exported policy, unproved, with shapes that a run may ask for."""
+    shapes = dataclasses.replace(SHAPES, max_pages=2**20, trainer_tokens=(128, 256))
+    calls = kernel_calls(sealable_policy(), shapes)
+    programs = tuple(unlowered(call.region, call.types, dict(call.parameters)) for call in calls)
+    return sealed_folder(tmp_path / "policy", Bundle(programs, shapes))
+
+
+def _config(policy, *, tokens=256, temperature=1.0, settings=SETTINGS):
+    return parse_config(
+        {
+            "name": "run",
+            "policy": {"source": str(policy)},
+            "task": {"source": "function", "prompts": "a:b", "reward": "a:c"},
+            "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 3, "temperature": temperature},
+            "optimizer": {"learning_rate": 1e-3},
+            "train": {"steps": 1, "micro_batch_tokens": tokens},
+            "engine": {"settings": dict(settings)},
+        },
+        source="test",
+    )
+
+
+def test_a_policy_that_was_proved_on_this_card_is_taken_as_it_is(policy, tmp_path, capsys):
+    write_proof(policy, Proof("a card", "13.0.88"))
+    started = tmp_path / "run" / "policy"
+    assemble._write_policy(_config(policy), tmp_path, started)
+    given, taken = (
+        {path.relative_to(at): path for path in at.rglob("*") if path.is_file()} for at in (policy, started)
+    )
+    assert given.keys() == taken.keys()
+    assert all(given[name].read_bytes() == taken[name].read_bytes() for name in given)
+    # Its kernels are this process's already, and are the same.
+    load(started, "bfloat16")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("proof", "changed", "why"),
+    [
+        (None, {}, "no gate ran on a card"),
+        ("another card", {}, "no gate ran on a card"),
+        ("a card", {"temperature": 0.5}, r"their temperature is 1\.0 and the run's 0\.5"),
+        ("a card", {"tokens": 512}, "they lack what the run needs of trainer_tokens"),
+        ("a card", {"settings": {**SETTINGS, "max_step_tokens": 16}}, "they lack what the run needs of token_buckets"),
+        ("a card", {"settings": {**SETTINGS, "max_sequences": 9}}, "of head_rows, max_requests"),
+    ],
+)
+def test_a_policy_that_lacks_something_is_sealed_and_proved_anew_and_it_is_said(
+    policy, tmp_path, capsys, proof, changed, why
+):
+    if proof is not None:
+        write_proof(policy, Proof(proof, "13.0.88"))
+    with pytest.raises(_SealedAnewError):
+        assemble._write_policy(_config(policy, **changed), tmp_path, tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "others are sealed and proved" in said
+    assert re.search(why, said)
+
+
+def test_a_smaller_run_takes_the_larger_policy(policy, tmp_path):
+    write_proof(policy, Proof("a card", "13.0.88"))
+    smaller = _config(policy, tokens=128, settings={**SETTINGS, "max_sequences": 2, "max_context": 32})
+    assemble._write_policy(smaller, tmp_path, tmp_path / "run")
+    assert (tmp_path / "run" / "kernels").is_dir()
