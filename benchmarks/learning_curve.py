@@ -1,7 +1,8 @@
 """What exactness does to learning: python benchmarks/learning_curve.py RUN_EXACT RUN_NATIVE --out docs/pictures.
 
 Takes two run folders of `isojax train`, of which it reads metrics.jsonl, config.json and, of the exact one,
-policy/execution_contract.json. Writes the numbers of both, and from these alone the pictures and docs/results.md.
+policy/execution_contract.json. Writes the numbers of both, and from these alone the pictures and docs/results.md, and
+copies both runs' metrics.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import datetime
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from learning_page import ARMS, page, pictures
+from learning_page import ARMS, METRICS, page, pictures
 
 from contracts import load_contract
 from contracts.errors import BadConfig, IsojaxError
@@ -55,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     for folder in (options.out, options.results.parent, options.page.parent):
         folder.mkdir(parents=True, exist_ok=True)
     options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for arm, run in zip(ARMS, (options.exact, options.native), strict=True):
+        shutil.copyfile(RunFolder(run).metrics, options.results.with_name(METRICS[arm]))
     for name, text in pictures(found).items():
         (options.out / name).write_text(text, encoding="utf-8")
     where = Path(os.path.relpath(options.out, options.page.parent)).as_posix()

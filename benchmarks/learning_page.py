@@ -11,6 +11,8 @@ from isojax.rl.charts import Line, picture, smoothed
 
 ARMS = ("exact", "native")
 ENDS = ("first", "last")
+METRICS = {arm: f"learning_curve_{arm}_h200.jsonl" for arm in ARMS}
+"""Both runs' metrics, beside the file of the numbers."""
 SMOOTHED = 10
 REWARD, MISMATCHES, KL, CLIP = (
     "learning_reward.svg",
@@ -78,6 +80,7 @@ def page(found: Mapping[str, Any], where: str = "pictures") -> str:
         "A token differs where one bit of its log-probability does between the engine that sampled it and the trainer. "
         "With one update a rollout the KL estimates and the clip fraction are 0 unless engine and trainer disagree. "
         "Stock vLLM hands out no full rows.",
+        "Each step's metrics: " + ", ".join(f"`benchmarks/results/{METRICS[arm]}`" for arm in ARMS) + ".",
         f"![tokens whose bits differ]({where}/{MISMATCHES})",
         f"![KL, k1 and k3, of both arms]({where}/{KL})",
         f"![clip fraction of both arms]({where}/{CLIP})",

@@ -85,7 +85,7 @@ def test_the_numbers_are_those_of_the_runs(written):
     }
 
 
-def test_page_and_pictures_are_made_of_the_file_alone(written):
+def test_page_and_pictures_are_made_of_the_file_alone(written, runs):
     found = json.loads((written / "found.json").read_text())
     text = (written / "results.md").read_text()
     assert text == learning_page.page(found)
@@ -93,6 +93,9 @@ def test_page_and_pictures_are_made_of_the_file_alone(written):
     for name, content in learning_page.pictures(found).items():
         assert (written / "pictures" / name).read_text() == content
         assert f"(pictures/{name})" in text
+    for arm, name in learning_page.METRICS.items():
+        assert (written / name).read_text() == (runs / arm / "metrics.jsonl").read_text()
+        assert f"`benchmarks/results/{name}`" in text
     found["arms"]["exact"]["mismatch_tokens"] = 1
     assert learning_page.page(found) != text
 
