@@ -33,10 +33,11 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     """The tile for these shapes. within: columns that must be whole tiles, as where a bias is read along them."""
     depth = _depth(K, leaves)
     if T <= SMALL_TOKENS:
-        # At the fewest tokens and rows too few blocks stream the weights: then two blocks share the leaves of a row.
+        # With few rows too few blocks stream the weights: then two blocks share the leaves of a row. What they exchange
+        # costs less at the fewest tokens.
         if leaves > 1 and T <= 8 and N <= 4096:
             return SmallTile(depth=depth, stages=4, parallel=2, columns=8)
-        return SmallTile(depth=depth, stages=6)
+        return SmallTile(depth=depth, stages=6, parallel=2 if leaves > 1 and N <= 2048 else 1)
     measured = MEASURED.get((N, K, leaves), {}).get(T)
     if measured is not None and within % measured.block_columns == 0:
         return measured
