@@ -27,7 +27,11 @@ ARCHITECTURE = "sm90"
 #: Bytes that every buffer's address must be a multiple of: XLA aligns its own so, and TMA needs 16 at least.
 ALIGNMENT = 256
 
+#: Regions in whose kernels a product and the sum that takes it may be rounded as one. It is much of a softmax's time.
+FUSING = ("attention", "paged_attention")
+
 _DUMP_NAME = "mosaic_gpu.dump_basename"
+_FAST_MATH = "fastmath"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +113,11 @@ def seal_program(
         buffers=dict(program.buffers),
         operands=program.operands,
         results=program.results,
-        modules=tuple(_seal_step(step, program.buffers) for step in program.steps),
+        modules=tuple(_seal_step(step, program.buffers, fuses=region in FUSING) for step in program.steps),
     )
 
 
-def _seal_step(step: Step, buffers: Mapping[str, Buffer]) -> SealedModule:
+def _seal_step(step: Step, buffers: Mapping[str, Buffer], *, fuses: bool) -> SealedModule:
     operands = tuple(step.seen(name, buffers[name]).struct for name in step.operands)
     device = AbstractDevice(device_kind=DEVICE_KIND, num_cores=SM_COUNT, platform="gpu")
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -135,7 +139,8 @@ def _seal_step(step: Step, buffers: Mapping[str, Buffer]) -> SealedModule:
     aliases = tuple(
         (step.operands.index(name), index) for index, name in enumerate(step.results) if name in step.operands
     )
-    return SealedModule(step.name, strip(config["module"].value_bytes), step.operands, step.results, aliases)
+    module = strip(config["module"].value_bytes, fuses=fuses)
+    return SealedModule(step.name, module, step.operands, step.results, aliases)
 
 
 def _only_call(name: str, module: Any) -> Any:
@@ -158,8 +163,12 @@ def _walk(operation: Any) -> Iterator[Any]:
                 yield from _walk(inner.operation)
 
 
-def strip(module: bytes) -> bytes:
-    """Removes what varies from one lowering to the next but is no numerics: debug locations and the dump's counter."""
+def strip(module: bytes, *, fuses: bool) -> bytes:
+    """Removes what varies from one lowering to the next but is no numerics: debug locations and the dump's counter.
+
+    Unless it ``fuses``, also the leave that Mosaic gives with every product, sum and difference to round two of them
+    as one: which would be is the compiler's choice, and may be another one in another kernel.
+    """
     from jax._src.interpreters import mlir
     from jax._src.lib import mosaic_gpu_dialect
     from jaxlib.mlir import ir, passmanager
@@ -172,6 +181,10 @@ def strip(module: bytes) -> bytes:
         parsed = ir.Module.parse(module)
         if _DUMP_NAME in parsed.operation.attributes:
             del parsed.operation.attributes[_DUMP_NAME]
+        if not fuses:
+            for operation in _walk(parsed.operation):
+                if _FAST_MATH in operation.attributes:
+                    operation.attributes[_FAST_MATH] = ir.Attribute.parse("#arith.fastmath<none>")
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(parsed.operation)
         buffer = io.BytesIO()
         parsed.operation.write_bytecode(buffer, desired_version=0)

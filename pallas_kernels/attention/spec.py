@@ -18,7 +18,8 @@ _CONSTANTS: dict[str, int | float | str] = {
 }
 _ROUNDING = (
     "a score is a fused multiply-add chain over the head dimension, then a product with scale",
-    "weights, sums and products are fp32, each rounded on its own",
+    "weights, sums and products are fp32, each rounded on its own; on a card a product may be fused into the sum that "
+    "takes it, as the sealed module and the contract's compiler do",
     "blocks of 128 keys are aligned at absolute position 0; splits have `split` keys",
     "online softmax inside a split; a split starts from its own first block",
     "the first split initialises, later ones merge in ascending order; never a lazy rescale",

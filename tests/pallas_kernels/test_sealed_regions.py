@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from bundle_samples import matmul_types, unlowered
 from jax._src.interpreters import mlir
+from jax._src.lib import mosaic_gpu_dialect
 from jaxlib.mlir import ir
 
 import pallas_kernels as kernels
@@ -14,7 +15,7 @@ from contracts.errors import BadBundle, KernelMissing
 from pallas_kernels import kernel_source
 from pallas_kernels.hopper_regions import region_program, seal_region
 from pallas_kernels.region import REGIONS
-from pallas_kernels.seal import seal_program
+from pallas_kernels.seal import FUSING, seal_program
 
 pytestmark = pytest.mark.sealing
 
@@ -80,8 +81,20 @@ _MATRIX = re.compile(r"memref\.expand_shape.*?: \(memref<\d+xi32, strided<\[1\],
 
 def _text(module):
     with mlir.make_ir_context() as context:
+        mosaic_gpu_dialect.register_dialect(context)
         context.allow_unregistered_dialects = True
         return ir.Module.parse(module).operation.get_asm()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_product_and_a_sum_are_rounded_as_one_in_attention_alone(name):
+    """Mosaic leaves it to the compiler, which may choose one way in one kernel and the other in the next."""
+    operands, parameters = CALLS[name]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    may = any(
+        "fastmath<contract>" in _text(module.module) for module in seal_region(REGIONS[name], types, parameters).modules
+    )
+    assert may == (name in FUSING)
 
 
 @pytest.mark.parametrize("name", ["attention", "paged_attention"])
