@@ -12,7 +12,7 @@ from bundle_samples import SHAPES, unlowered
 from kernel_samples import sealable_policy, sealed_folder
 
 from contracts import load_contract, save_contract
-from contracts.errors import CannotWrite
+from contracts.errors import BadBundle, CannotWrite
 from isojax.evidence.proof import Proof, write_proof
 from isojax.kernels import Bundle
 from isojax.kernels.calls import kernel_calls
@@ -110,6 +110,15 @@ def test_a_card_that_is_named_beside_no_proof_is_not_taken(policy, tmp_path, cap
     with pytest.raises(_SealedAnewError):
         assemble._write_policy(_config(policy), tmp_path, tmp_path / "run")
     assert "they are not proved on a card" in capsys.readouterr().err
+
+
+def test_damaged_kernels_of_a_proved_policy_are_refused_and_not_replaced(policy, tmp_path):
+    write_proof(policy, Proof("a card", "13.0.88"))
+    module = next((policy / "kernels" / "modules").iterdir())
+    module.write_bytes(module.read_bytes() + b"!")
+    with pytest.raises(BadBundle, match=module.name):
+        assemble._write_policy(_config(policy), tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_folder_inside_its_policy_is_not_copied_into_itself(policy, tmp_path):
