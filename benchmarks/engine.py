@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
 from engine_arm import ENVIRONMENTS, OURS, Workload
 
 BASELINE = "stock"
@@ -36,7 +37,7 @@ def main() -> int:
     parser.add_argument("--workload", action="append", help="BATCHxINxOUT, in requests and tokens")
     parser.add_argument("--arm", action="append", choices=ENVIRONMENTS, help="only this one beside stock")
     parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--out", type=Path, default=Path("engine.json"))
     arguments = parser.parse_args()
     workloads = [str(text) for text in arguments.workload or WORKLOADS]

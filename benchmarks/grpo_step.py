@@ -18,10 +18,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from arguments import at_least
 from engine_parity_policies import SHAPES
 from grpo_step_results import ARMS, Results
 
@@ -33,18 +33,6 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """What argparse reads an integer with that may not be smaller."""
-
-    def integer(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return integer
 
 
 def parser() -> argparse.ArgumentParser:

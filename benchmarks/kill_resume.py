@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import torch
+from arguments import at_least
 from kill_resume_runs import Pace, Place, differences, finish, is_exported, kill_and_resume, newest, seconds_of
 
 from isojax.rl.config_file import load_config
@@ -54,9 +55,11 @@ def parser() -> argparse.ArgumentParser:
     """The arguments."""
     found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     found.add_argument("--config", type=Path, default=EXAMPLE, help="a run's TOML file")
-    found.add_argument("--steps", type=int, default=60, help="enough that a run outlives its kills: three for each")
-    found.add_argument("--kills", type=int, default=20, help="of all runs together")
-    found.add_argument("--runs", type=int, default=1, help="that are killed, side by side")
+    found.add_argument(
+        "--steps", type=at_least(1), default=60, help="enough that a run outlives its kills: three for each"
+    )
+    found.add_argument("--kills", type=at_least(0), default=20, help="of all runs together")
+    found.add_argument("--runs", type=at_least(1), default=1, help="that are killed, side by side")
     found.add_argument("--seed", type=int, default=0, help="of the moments")
     found.add_argument("--deterministic", action="store_true", help="XLA's deterministic mode, for a GPU")
     found.add_argument("--out", type=Path, default=RESULTS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,13 +154,12 @@ class VllmEngine:
         pairs = itertools.product(range(len(prompts)), range(sampling.samples))
         requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
         tokens = [ids[request.prompt] for request in requests]
-        logged = self._rpc("isojax_log_sampled", True)
-        params = [
-            request.sampling_params(number, sampling, reported=not logged) for number, request in enumerate(requests)
-        ]
-        if full_rows:
-            self._rpc("isojax_tap_rows", full_rows, secrets.randbits(62) if sampling.seed is None else sampling.seed)
-        try:
+        row_seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
+        with self._keeping(full_rows, row_seed) as logged:
+            params = [
+                request.sampling_params(number, sampling, reported=not logged)
+                for number, request in enumerate(requests)
+            ]
             outputs = self._run(tokens, params)
             completed = [output.outputs[0].token_ids for output in outputs]
             if logged:
@@ -172,10 +172,6 @@ class VllmEngine:
             if full_rows and rows_on_device:
                 taken = self._rpc("isojax_take_rows_on_device")
                 self.tapped = tapped_rows(taken, [len(completion) for completion in completed])
-        finally:
-            self._rpc("isojax_log_sampled", False)
-            if full_rows:
-                self._rpc("isojax_tap_rows", 0, 0)
         self._check_served()
         return [
             completion_of(request, output, row, weights, None if rows is None else rows.get(number))
@@ -253,6 +249,22 @@ class VllmEngine:
             self._sender.close()
         stop_vllm(self._llm)
         self._digest = None
+
+    @contextmanager
+    def _keeping(self, full_rows: int, seed: int) -> Iterator[bool]:
+        """While the block runs the worker keeps this many full rows and, if it can, what is sampled: gives whether."""
+        ended = False
+        try:
+            # Both anew, whatever a call that failed has left.
+            logged = self._rpc("isojax_log_sampled", True)
+            self._rpc("isojax_tap_rows", full_rows, seed)
+            yield logged
+            ended = True
+        finally:
+            # Ctrl-C also reaches an engine in a process of its own, which ends and would never answer.
+            if ended or not self.options.separate_process:
+                self._rpc("isojax_log_sampled", False)
+                self._rpc("isojax_tap_rows", 0, 0)
 
     def _run(self, tokens: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         from vllm.inputs import TokensPrompt

@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -51,19 +52,30 @@ def export_policy(
     if params is not None:
         policy.check_parameters(params)
     contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature, kernels=kernels)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
+    with _appearing_whole(target) as partial:
         _write(partial, policy, tokenizer_files)
         if params is not None:
             write_weights(partial, policy, params)
         if kernels is not None:
             save_bundle(partial / KERNELS_FOLDER, kernels)
         save_contract(contract, partial / FILE_NAME)
-        _replace(target, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return contract
+
+
+def copy_policy(source: str | Path, folder: str | Path) -> None:
+    """Copy an exported policy as it is, kernels and proof included; `folder` is replaced as by `export_policy`.
+
+    Files of `source` and its kernels alone: other folders in it may be large, or hold `folder` itself. Links are
+    followed. Raises `BadConfig` where the place is taken by something else.
+    """
+    origin, target = Path(source), Path(folder).resolve()
+    check_target(target)
+    with _appearing_whole(target) as partial:
+        for path in (*origin.iterdir(), *(origin / KERNELS_FOLDER).rglob("*")):
+            if path.is_file():
+                place = partial / path.relative_to(origin)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)
 
 
 def export_checkpoint(
@@ -131,6 +143,18 @@ def _write(folder: Path, policy: Policy, tokenizer_files: Mapping[str, bytes]) -
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _appearing_whole(target: Path) -> Iterator[Path]:
+    """A new folder to write into, which gets the name `target` once the block has ended well."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        _replace(target, partial)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _replace(target: Path, partial: Path) -> None:

@@ -22,6 +22,13 @@ def test_a_workload_is_read_from_its_text():
         engine_arm.Workload.parse("32x128")
 
 
+def test_repeats_that_measure_nothing_are_refused_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--repeats", "0"])
+    with pytest.raises(SystemExit):
+        engine.main()
+    assert "argument --repeats: 0 is less than 1" in capsys.readouterr().err
+
+
 def test_our_arm_asks_for_options_that_the_engine_has():
     options = EngineOptions.of(engine_arm.our_settings(32, 640))
     assert (options.max_sequences, options.max_context) == (32, 640)

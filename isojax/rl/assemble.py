@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from pathlib import Path
 
 import jax
@@ -11,7 +10,7 @@ import jax
 from contracts import load_contract, token_ids
 from contracts.errors import BadConfig
 from isojax.contract import require_claimable
-from isojax.export import export_checkpoint, export_policy
+from isojax.export import copy_policy, export_checkpoint, export_policy
 from isojax.mesh_policy import MeshPolicy, open_mesh
 from isojax.policy.config import PolicyConfig
 from isojax.policy.dense import Remat
@@ -112,7 +111,7 @@ def _write_policy(config: Config, config_folder: Path, folder: Path) -> None:
         source = _source(config.policy, config_folder)
         if source is not None and is_proved_for_run(source, config, shapes):
             with written(folder):
-                shutil.copytree(source, folder)
+                copy_policy(source, folder)
             return
         kernels = seal_for_run(policy, shapes)
     with written(folder):

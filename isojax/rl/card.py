@@ -81,8 +81,8 @@ def is_proved_for_run(source: Path, config: Config, wanted: KernelShapes) -> boo
     card = jax.devices()[0].device_kind
     temperature = bits_float(contract.semantics.temperature)
     shapes = load_kernels(source, contract).shapes
-    if card not in contract.claims.device_kinds:
-        missing = f"no gate ran on {card}"
+    if contract.claims.state != "proved" or card not in contract.claims.device_kinds:
+        missing = f"they are not proved on {card}"
     elif temperature != check_temperature(config.rollout.temperature):
         missing = f"their temperature is {temperature} and the run's {config.rollout.temperature}"
     elif contract.semantics.parameter_dtype != config.policy.dtype:

@@ -1,12 +1,16 @@
 """The log of what was sampled: every drawn token with its value, whoever's row it was, read once at the end."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from bridge.batch_view import NO_RECORD
 from bridge.device_sampling import StepRows
+from bridge.engine import VllmEngine
 from bridge.sampled_log import SampledLog, logged_values
+from isojax.rl.rollout import Sampling
 
 VOCABULARY = 7
 
@@ -91,3 +95,91 @@ def test_a_token_without_a_draw_is_refused():
     kept = _step(log, [0], [0], [True], 0)
     with pytest.raises(RuntimeError, match="token 1 of request 0 came back as 3 and was drawn as -1"):
         logged_values(log.take(), [[kept[0, 0][0], 3]])
+
+
+class _Worker:
+    """Stands for the worker of a card: keeps a log while it is asked to, and may end with the process that it is in."""
+
+    def __init__(self):
+        self.log, self.tap, self.ended = None, 0, False
+
+    def collective_rpc(self, method, args=()):
+        assert not self.ended, f"{method} would wait for ever"
+        return [getattr(self, method)(*args)]
+
+    def isojax_log_sampled(self, on):
+        self.log = SampledLog() if on else None
+        return True
+
+    def isojax_tap_rows(self, limit, seed):
+        self.tap = limit
+
+    def isojax_take_sampled(self):
+        return self.log.take()
+
+    def isojax_take_rows(self):
+        return {"rows": b"", "width": VOCABULARY, "records": [], "token_indices": []}
+
+    def isojax_take_faults(self):
+        return []
+
+
+def _engine(monkeypatch, worker: _Worker, *, separate: bool) -> VllmEngine:
+    engine = VllmEngine.__new__(VllmEngine)
+    engine.options = SimpleNamespace(separate_process=separate)
+    engine._llm, engine._asleep = worker, False
+    monkeypatch.setattr(engine, "_require_ready", lambda: "digest")
+    monkeypatch.setattr(engine, "_checked_ids", lambda prompts, sampling: prompts)
+    monkeypatch.setattr(engine, "_check_served", lambda: None)
+    monkeypatch.setattr(engine, "_run", lambda tokens, params: _sampled(worker, tokens, params))
+    return engine
+
+
+def _sampled(worker: _Worker, prompts, params):
+    """One token of each prompt, drawn and returned."""
+    assert [wanted.logprobs for wanted in params] == [None] * len(prompts)
+    assert worker.log is not None
+    kept = _step(worker.log, list(range(len(prompts))), [0] * len(prompts), [True] * len(prompts), 0)
+    return [
+        SimpleNamespace(
+            prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=[kept[at, 0][0]], finish_reason="length")]
+        )
+        for at, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("rows", [0, 2])
+def test_the_next_call_is_right_after_one_that_was_interrupted(monkeypatch, separate, rows):
+    worker, sampling = _Worker(), Sampling(max_tokens=1, seed=1)
+    engine = _engine(monkeypatch, worker, separate=separate)
+    run = engine._run
+
+    def interrupted(tokens, params):
+        run(tokens, params)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[3], [4], [5]], sampling, full_rows=rows)
+    if not separate:
+        assert (worker.log, worker.tap) == (None, 0)
+    (completion,) = engine.generate([[3]], sampling)
+    assert completion.log_probs.shape == (1,)
+    assert (worker.log, worker.tap) == (None, 0)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_an_engine_that_ended_with_ctrl_c_is_asked_nothing(monkeypatch, rows):
+    """A process of its own is of the terminal's group, as this one."""
+    worker = _Worker()
+    engine = _engine(monkeypatch, worker, separate=True)
+
+    def ended(tokens, params):
+        worker.ended = True
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_run", ended)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[3]], Sampling(max_tokens=1, seed=1), full_rows=rows)

@@ -1,7 +1,9 @@
 """A run on a card that starts from an exported policy: whose kernels are proved, it seals and proves none."""
 
 import dataclasses
+import errno
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +11,8 @@ import pytest
 from bundle_samples import SHAPES, unlowered
 from kernel_samples import sealable_policy, sealed_folder
 
+from contracts import load_contract, save_contract
+from contracts.errors import BadBundle, CannotWrite
 from isojax.evidence.proof import Proof, write_proof
 from isojax.kernels import Bundle
 from isojax.kernels.calls import kernel_calls
@@ -79,8 +83,8 @@ def test_a_policy_that_was_proved_on_this_card_is_taken_as_it_is(policy, tmp_pat
 @pytest.mark.parametrize(
     ("proof", "changed", "why"),
     [
-        (None, {}, "no gate ran on a card"),
-        ("another card", {}, "no gate ran on a card"),
+        (None, {}, "they are not proved on a card"),
+        ("another card", {}, "they are not proved on a card"),
         ("a card", {"temperature": 0.5}, r"their temperature is 1\.0 and the run's 0\.5"),
         ("a card", {"tokens": 512}, "they lack what the run needs of trainer_tokens"),
         ("a card", {"settings": {**SETTINGS, "max_step_tokens": 16}}, "they lack what the run needs of token_buckets"),
@@ -97,6 +101,58 @@ def test_a_policy_that_lacks_something_is_sealed_and_proved_anew_and_it_is_said(
     said = capsys.readouterr().err
     assert "others are sealed and proved" in said
     assert re.search(why, said)
+
+
+def test_a_card_that_is_named_beside_no_proof_is_not_taken(policy, tmp_path, capsys):
+    contract = load_contract(policy)
+    claims = contract.claims.model_copy(update={"device_kinds": ("a card",)})
+    save_contract(contract.replaced(claims=claims), policy)
+    with pytest.raises(_SealedAnewError):
+        assemble._write_policy(_config(policy), tmp_path, tmp_path / "run")
+    assert "they are not proved on a card" in capsys.readouterr().err
+
+
+def test_damaged_kernels_of_a_proved_policy_are_refused_and_not_replaced(policy, tmp_path):
+    write_proof(policy, Proof("a card", "13.0.88"))
+    module = next((policy / "kernels" / "modules").iterdir())
+    module.write_bytes(module.read_bytes() + b"!")
+    with pytest.raises(BadBundle, match=module.name):
+        assemble._write_policy(_config(policy), tmp_path, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_inside_its_policy_is_not_copied_into_itself(policy, tmp_path):
+    """As where `isojax train` is called in the policy's own folder, with links as a download leaves them."""
+    write_proof(policy, Proof("a card", "13.0.88"))
+    weights = policy / "model.safetensors"
+    weights.rename(tmp_path / "blob")
+    weights.symlink_to(tmp_path / "blob")
+    (policy / "old" / "checkpoints").mkdir(parents=True)
+    started = policy / "runs" / "run" / "policy"
+    started.parent.mkdir(parents=True)
+    assemble._write_policy(_config(policy), tmp_path, started)
+    folders = {path.name for path in policy.iterdir() if path.is_dir()}
+    assert folders == {"kernels", "old", "runs"}
+    assert {path.name for path in started.iterdir()} == {path.name for path in policy.iterdir()} - {"old", "runs"}
+    assert not (started / "model.safetensors").is_symlink()
+    assert [path.name for path in started.parent.iterdir()] == ["policy"]
+    load(started, "bfloat16")
+
+
+def test_a_disk_that_refuses_the_copy_leaves_no_half_of_a_policy(policy, tmp_path, monkeypatch):
+    write_proof(policy, Proof("a card", "13.0.88"))
+    copied = []
+
+    def full(source, target):
+        copied.append(source)
+        if len(copied) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CannotWrite, match=r"policy: found No space left on device \("):
+        assemble._write_policy(_config(policy), tmp_path, tmp_path / "run" / "policy")
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_smaller_run_takes_the_larger_policy(policy, tmp_path):

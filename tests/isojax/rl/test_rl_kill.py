@@ -68,6 +68,13 @@ def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path):
     assert "the card is gone" in found[0]
 
 
+@pytest.mark.parametrize(("option", "value"), [("--runs", "0"), ("--steps", "0"), ("--kills", "-1")])
+def test_a_number_that_kills_nothing_is_refused_before_anything_runs(option, value, capsys):
+    with pytest.raises(SystemExit):
+        kill_resume.parser().parse_args([option, value])
+    assert f"argument {option}: {value} is less than" in capsys.readouterr().err
+
+
 def test_a_killed_run_starts_from_the_whole_runs_policy(tmp_path):
     text = kill_resume.with_every_step_kept(kill_resume.EXAMPLE.read_text(), 7)
     config = tmp_path / "config.toml"
