@@ -1,37 +1,108 @@
 """Times the sealed attention beside vLLM's FlashAttention 3, prefill and decode: python benchmarks/attention.py OUT."""
 
+from __future__ import annotations
+
 import argparse
+import dataclasses
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from timing import microseconds, write_results
 
-from bridge.launcher import Compiler, Launcher
 from pallas_kernels.attention.hopper import attention_program, paged_attention_program
+from pallas_kernels.attention.hopper_source import Loads
+from pallas_kernels.program import Program
 from pallas_kernels.seal import seal_program
 
+if TYPE_CHECKING:
+    from bridge.launcher import Compiler
+
 H, K, D = 32, 8, 128
+DEVICE = "cuda"
+PLAIN = Loads()
+LOADS = tuple(field.name for field in dataclasses.fields(Loads))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """How an engine keeps what it has computed.
+
+    page: positions a page. interleaved: a page of values behind each page of keys in one tensor, as vLLM holds them for
+    us, else a tensor of each. requests, context: rows of the page table and positions of a row, at least. loads: how
+    the kernels fetch pages.
+    """
+
+    page: int = 128
+    interleaved: bool = False
+    requests: int = 0
+    context: int = 0
+    loads: Loads = PLAIN
+
+    def sizes(self, count: int, length: int) -> dict[str, int]:
+        """Of the sealed program, for ``count`` requests with ``length`` cached positions."""
+        per, each = -(-length // self.page), 2 if self.interleaved else 1
+        return {
+            "pages": each * count * per,
+            "page": self.page,
+            "requests": max(count, self.requests),
+            "request_pages": max(per, -(-self.context // self.page)),
+        }
+
+    def program(self, T: int, count: int, length: int, split: int, bundle: int | None = None) -> Program:
+        """Attention of a step of ``T`` tokens over this cache."""
+        options = {"scale": D**-0.5, "split": split, "bundle": bundle, "loads": self.loads}
+        return paged_attention_program(T, H, K, D, **self.sizes(count, length), **options)
+
+    def tensors(self, count: int, length: int) -> Tensors:
+        """Random keys and values on shuffled pages."""
+        per, sizes = -(-length // self.page), self.sizes(count, length)
+        table = torch.zeros(sizes["requests"], sizes["request_pages"], dtype=torch.int32, device=DEVICE)
+        table[:count, :per] = torch.randperm(count * per, device=DEVICE).int().view(count, per)
+        shape = self.page, K, D
+        if not self.interleaved:
+            caches = [_bf16(count * per, *shape) for _ in range(2)]
+            return Tensors(caches, table, caches, table)
+        blocks = _bf16(count * per, 2, *shape)
+        pages = blocks.view(-1, *shape)
+        # As the engine does: seen from one page on, a block's values have its keys' number.
+        return Tensors([pages[:-1], pages[1:]], 2 * table, [blocks[:, 0], blocks[:, 1]], table)
+
+    def named(self) -> dict[str, Any]:
+        """For a row of results."""
+        used = [name for name in LOADS if getattr(self.loads, name)]
+        return {"page": self.page, "layout": "interleaved" if self.interleaved else "apart", "loads": used}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """Keys and values, and the page table: as our kernels take them, and as FlashAttention does. The same memory."""
+
+    caches: list[torch.Tensor]
+    table: torch.Tensor
+    library_caches: list[torch.Tensor]
+    library_table: torch.Tensor
 
 
 def _bf16(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda").bfloat16()
+    return torch.randn(*shape, device=DEVICE).bfloat16()
 
 
 def prefill(compiler: Compiler, count: int, length: int, split: int, bundles: Sequence[int]) -> dict[str, Any]:
     """Causal attention of ``count`` packed sequences of ``length`` tokens."""
     T = count * length
     q, k, v = _bf16(T, H, D), _bf16(T, K, D), _bf16(T, K, D)
-    positions = torch.arange(T, device="cuda", dtype=torch.int32) % length
-    segments = torch.arange(T, device="cuda", dtype=torch.int32) // length
-    layer = torch.zeros((), dtype=torch.int32, device="cuda")
+    positions = torch.arange(T, device=DEVICE, dtype=torch.int32) % length
+    segments = torch.arange(T, device=DEVICE, dtype=torch.int32) // length
+    layer = torch.zeros((), dtype=torch.int32, device=DEVICE)
 
     def ours(bundle: int | None = None) -> Callable[[], torch.Tensor]:
         program = attention_program(T, H, K, D, scale=D**-0.5, split=split, bundle=bundle)
-        run = Launcher(seal_program("attention", "1", {}, program), compiler)
+        run = _launcher(compiler, "attention", program)
         return lambda: run(q, k, v, positions, segments, layer)[0]
 
-    starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
+    starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32) * length
     found = _against_library(
         ours(),
         lambda: flash_attention(q, k, v, starts, length, length, cu_seqlens_k=starts),
@@ -42,85 +113,81 @@ def prefill(compiler: Compiler, count: int, length: int, split: int, bundles: Se
 
 
 def decode(
-    compiler: Compiler,
-    count: int,
-    length: int,
-    split: int,
-    bundles: Sequence[int],
-    page: int,
-    requests: int,
-    context: int,
+    compiler: Compiler, count: int, length: int, split: int, bundles: Sequence[int], cache: Cache
 ) -> dict[str, Any]:
     """One query token for each of ``count`` requests over ``length`` cached positions, launched as the engine does.
 
     ``bundles`` is prefill's.
     """
-    T = max(8, count)
-    owner = torch.full((T,), -1, dtype=torch.int32, device="cuda")
-    owner[:count] = torch.arange(count, device="cuda")
-    positions = torch.full((T,), length - 1, dtype=torch.int32, device="cuda")
-    q = _bf16(T, H, D)
-    sizes, caches, table = _paged(count, length, page, requests, context)
-    program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split)
-    run = Launcher(seal_program("paged_attention", "1", {}, program), compiler)
-    starts = torch.arange(count + 1, device="cuda", dtype=torch.int32)
-    used = torch.full((count,), length, dtype=torch.int32, device="cuda")
+    T = _bucket(count)
+    owner = torch.full((T,), -1, dtype=torch.int32, device=DEVICE)
+    owner[:count] = torch.arange(count, device=DEVICE)
+    positions = torch.full((T,), length - 1, dtype=torch.int32, device=DEVICE)
+    q, held = _bf16(T, H, D), cache.tensors(count, length)
+    run = _launcher(compiler, "paged_attention", cache.program(T, count, length, split))
+    starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32)
+    used = torch.full((count,), length, dtype=torch.int32, device=DEVICE)
+    keys = {"seqused_k": used, "block_table": held.library_table[:count]}
     found = _against_library(
-        lambda: run(q, *caches, table, owner, positions)[0][:count],
-        lambda: flash_attention(q[:count], *caches, starts, 1, length, seqused_k=used, block_table=table[:count]),
+        lambda: run(q, *held.caches, held.table, owner, positions)[0][:count],
+        lambda: flash_attention(q[:count], *held.library_caches, starts, 1, length, **keys),
     )
+    if cache.loads != PLAIN:
+        plain = dataclasses.replace(cache, loads=PLAIN).program(T, count, length, split)
+        found |= _same_bits(run, _launcher(compiler, "paged_attention", plain), q, held, owner, positions)
     moved = 2 * count * length * K * D * 2
-    return {"what": f"decode {count} x {length}", "page": page, **found, "tb_per_s": moved / found["us"] / 1e6}
+    return {"what": f"decode {count} x {length}", **cache.named(), **found, "tb_per_s": moved / found["us"] / 1e6}
 
 
 def prefill_step(
-    compiler: Compiler,
-    count: int,
-    length: int,
-    split: int,
-    bundles: Sequence[int],
-    page: int,
-    requests: int,
-    context: int,
-    behind: int,
+    compiler: Compiler, count: int, length: int, split: int, bundles: Sequence[int], cache: Cache, behind: int
 ) -> dict[str, Any]:
     """A step of the engine with ``length`` tokens of each of ``count`` prompts, ``behind`` more of which are cached."""
     T, history = count * length, behind + length
-    positions = behind + torch.arange(T, device="cuda", dtype=torch.int32) % length
-    owner = torch.arange(T, device="cuda", dtype=torch.int32) // length
-    q = _bf16(T, H, D)
-    sizes, caches, table = _paged(count, history, page, requests, context)
+    positions = behind + torch.arange(T, device=DEVICE, dtype=torch.int32) % length
+    owner = torch.arange(T, device=DEVICE, dtype=torch.int32) // length
+    q, held = _bf16(T, H, D), cache.tensors(count, history)
+
+    def launcher(loads: Loads, bundle: int | None = None) -> Callable[..., tuple[torch.Tensor, ...]]:
+        program = dataclasses.replace(cache, loads=loads).program(T, count, history, split, bundle)
+        return _launcher(compiler, "paged_attention", program)
 
     def ours(bundle: int | None = None) -> Callable[[], torch.Tensor]:
-        program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split, bundle=bundle)
-        run = Launcher(seal_program("paged_attention", "1", {}, program), compiler)
-        return lambda: run(q, *caches, table, owner, positions)[0]
+        run = launcher(cache.loads, bundle)
+        return lambda: run(q, *held.caches, held.table, owner, positions)[0]
 
-    starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
-    used = torch.full((count,), history, dtype=torch.int32, device="cuda")
-    found = _against_library(
-        ours(),
-        lambda: flash_attention(q, *caches, starts, length, history, seqused_k=used, block_table=table[:count]),
-    )
+    starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32) * length
+    used = torch.full((count,), history, dtype=torch.int32, device=DEVICE)
+    keys = {"seqused_k": used, "block_table": held.library_table[:count]}
+    found = _against_library(ours(), lambda: flash_attention(q, *held.library_caches, starts, length, history, **keys))
+    if cache.loads != PLAIN:
+        found |= _same_bits(launcher(cache.loads), launcher(PLAIN), q, held, owner, positions)
     flops = 4 * T * (behind + length / 2) * H * D
-    what = {"what": f"prefill step {count} x {length}", "behind": behind, "page": page}
+    what = {"what": f"prefill step {count} x {length}", "behind": behind, **cache.named()}
     return {**what, **found, "tflops": flops / found["us"] / 1e6, "bundles": _bundles(ours, bundles)}
 
 
-def _paged(
-    count: int, length: int, page: int, requests: int, context: int
-) -> tuple[dict[str, int], list[torch.Tensor], torch.Tensor]:
-    """Sizes, caches and shuffled table of ``count`` requests with ``length`` cached positions.
+def _bucket(count: int) -> int:
+    """Tokens of the step that ``count`` requests decode in."""
+    return max(8, count)
 
-    The table has at least ``requests`` rows, as an engine's has a row for each request that it may run, each with room
-    for at least ``context`` positions.
-    """
-    per = -(-length // page)
-    pages, rows = count * per, max(count, requests)
-    caches = [_bf16(pages, page, K, D) for _ in range(2)]
-    table = torch.zeros(rows, max(per, -(-context // page)), dtype=torch.int32, device="cuda")
-    table[:count, :per] = torch.randperm(pages, device="cuda").int().view(count, per)
-    return {"pages": pages, "page": page, "requests": rows, "request_pages": table.shape[1]}, caches, table
+
+def _launcher(compiler: Compiler, region: str, program: Program) -> Callable[..., tuple[torch.Tensor, ...]]:
+    from bridge.launcher import Launcher
+
+    return Launcher(seal_program(region, "1", {}, program), compiler)
+
+
+def _same_bits(
+    run: Callable[..., tuple[torch.Tensor, ...]],
+    plain: Callable[..., tuple[torch.Tensor, ...]],
+    q: torch.Tensor,
+    held: Tensors,
+    *others: torch.Tensor,
+) -> dict[str, bool]:
+    """Whether other loads leave every bit alone."""
+    ours, expected = (launch(q, *held.caches, held.table, *others)[0].view(torch.int16) for launch in (run, plain))
+    return {"same_bits": torch.equal(ours, expected)}
 
 
 def _bundles(ours: Callable[..., Callable[[], torch.Tensor]], bundles: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -160,39 +227,78 @@ def flash_attention(
 
 
 def main() -> None:
+    """Parses the command line; a row that fails is printed, and the others still run."""
+    arguments = parser().parse_args()
+    torch.manual_seed(0)
+    from bridge.launcher import Compiler
+
+    compiler = Compiler(torch.device("cuda:0"))
+    found: list[dict[str, Any]] = []
+    for number, cache in enumerate(caches(arguments)):
+        for name, measure, options, count, length in rows(cache, arguments.decode_lengths):
+            # What keeps no pages is measured once.
+            if arguments.rows not in f"{name} {count} x {length}" or (number and measure is prefill):
+                continue
+            try:
+                found.append(measure(compiler, count, length, arguments.split, arguments.bundles, *options))
+            except Exception:
+                print(f"{name} {count} x {length}, {cache}: failed", flush=True)
+                traceback.print_exc()
+                continue
+            print(found[-1], flush=True)
+            write_results(arguments.out, found)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
     parser.add_argument("--split", type=int, default=512)
-    parser.add_argument("--page", type=int, default=128, help="positions of a page, 16 in the engine")
+    parser.add_argument("--page", type=int, nargs="+", default=[128], help="positions of a page, 16 in the engine")
+    parser.add_argument("--layout", nargs="+", choices=("apart", "interleaved"), default=["apart"])
+    parser.add_argument(
+        "--loads", nargs="+", default=["plain"], help=f"plain, or some of {', '.join(LOADS)} joined by +"
+    )
     parser.add_argument("--requests", type=int, default=0, help="requests that a step may have, where it has fewer")
     parser.add_argument("--context", type=int, default=0, help="positions that a request may have, where it has fewer")
     parser.add_argument("--rows", default="", help="only rows whose name contains this, as 'decode 256'")
+    parser.add_argument("--decode-lengths", type=int, nargs="*", default=[], help="more contexts of 256 requests")
     parser.add_argument("--bundles", type=int, nargs="*", default=[], help="heads a block to time prefill with as well")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    compiler = Compiler(torch.device("cuda:0"))
-    paged = (arguments.page, arguments.requests, arguments.context)
-    rows = []
-    for name, measure, options, count, length in (
+    return parser
+
+
+def caches(arguments: argparse.Namespace) -> list[Cache]:
+    """Every layout with every page size and way to load, those of one page size beside each other."""
+    return [
+        Cache(page, layout == "interleaved", arguments.requests, arguments.context, loads=_loads(loads))
+        for page in arguments.page
+        for layout in arguments.layout
+        for loads in arguments.loads
+    ]
+
+
+def _loads(text: str) -> Loads:
+    return PLAIN if text == "plain" else Loads(**dict.fromkeys(text.split("+"), True))
+
+
+def rows(cache: Cache, decode_lengths: Sequence[int]) -> list[tuple[Any, ...]]:
+    """What is measured: name, function, its last arguments, sequences and tokens of each."""
+    return [
         ("prefill", prefill, (), 1, 8192),
         ("prefill", prefill, (), 16, 1024),
         ("prefill", prefill, (), 2, 1024),
-        ("prefill step", prefill_step, (*paged, 0), 2, 1024),
-        ("prefill step", prefill_step, (*paged, 0), 1, 2048),
-        ("prefill step", prefill_step, (*paged, 6144), 1, 2048),
-        ("decode", decode, paged, 256, 2048),
-        ("decode", decode, paged, 256, 384),
-        ("decode", decode, paged, 32, 384),
-        ("decode", decode, paged, 8, 384),
-        ("decode", decode, paged, 8, 32768),
-        ("decode", decode, paged, 1, 32768),
-        ("decode", decode, paged, 1, 640),
-    ):
-        if arguments.rows not in f"{name} {count} x {length}":
-            continue
-        rows.append(measure(compiler, count, length, arguments.split, arguments.bundles, *options))
-        print(rows[-1], flush=True)
-        write_results(arguments.out, rows)
+        ("prefill step", prefill_step, (cache, 0), 2, 1024),
+        ("prefill step", prefill_step, (cache, 0), 1, 2048),
+        ("prefill step", prefill_step, (cache, 6144), 1, 2048),
+        ("decode", decode, (cache,), 256, 2048),
+        ("decode", decode, (cache,), 256, 384),
+        ("decode", decode, (cache,), 32, 384),
+        ("decode", decode, (cache,), 8, 384),
+        ("decode", decode, (cache,), 8, 32768),
+        ("decode", decode, (cache,), 1, 32768),
+        ("decode", decode, (cache,), 1, 640),
+        *(("decode", decode, (cache,), 256, length) for length in decode_lengths),
+    ]
 
 
 if __name__ == "__main__":

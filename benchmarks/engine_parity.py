@@ -52,6 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, help="a policy with sealed kernels")
     parser.add_argument("--prepare", metavar="SHAPES", help="write the folder: small, qwen3_1b7, qwen3_8b or a .gguf")
+    parser.add_argument("--page-size", type=int, help="tokens a page of a prepared policy, by default a user's")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that seal kernels at once")
     parser.add_argument("--summary", nargs="+", type=Path, metavar="FILE", help="sum up results instead")
     parser.add_argument("--out", type=Path, default=Path("engine_parity.json"))
@@ -73,7 +74,7 @@ def main() -> int:
     if arguments.prepare:
         from engine_parity_policies import prepare
 
-        prepare(arguments.folder, arguments.prepare, arguments.processes)
+        prepare(arguments.folder, arguments.prepare, arguments.processes, arguments.page_size)
         return 0
     # The trainer and the engine share the card: JAX must not take all of it first.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -131,6 +132,7 @@ def _run_engine(bench: Any, options: Options, graphs: bool, results: Results, st
         results.note(f"seconds, kernels compiled, {label}", engine.describe().get("compile_seconds"))
         cases = plan(
             options.sizes,
+            page=shapes.page_size,
             # No longer history than the trainer scores in one batch.
             context=min(shapes.max_context, shapes.trainer_tokens[-1]),
             step_tokens=step_tokens,

@@ -66,10 +66,11 @@ class Bench:
         """An engine that has shaken hands and holds these weights, with a cache as `Sizes` wants it."""
         config = self.policy.config
         token_bytes = 2 * 2 * config.num_layers * config.key_size
+        one_request = self.shapes.max_context + 4 * self.shapes.page_size
         settings = {
             "max_step_tokens": step_tokens,
             "max_sequences": sizes.batches[-1],
-            "kv_cache_bytes": max(sizes.cache_tokens, self.shapes.max_context + 4 * PAGE) * token_bytes,
+            "kv_cache_bytes": max(sizes.cache_tokens, one_request) * token_bytes,
             "cuda_graphs": graphs,
             "initial_weights": False,
         }
@@ -98,7 +99,8 @@ class Bench:
         happened: dict[str, Any] = {"chunk_ends": tapped.chunk_ends, "cached_tokens": sum(cached)}
         if resumed is not None:
             happened["resumed_requests"] = engine.describe()["resumed_requests"] - resumed
-        needed = {"chunk": tapped.chunk_ends, "hit": min(cached) // PAGE, "preempt": happened.get("resumed_requests")}
+        pages_hit = min(cached) // self.shapes.page_size
+        needed = {"chunk": tapped.chunk_ends, "hit": pages_hit, "preempt": happened.get("resumed_requests")}
         if case.proof is not None and not needed[case.proof]:
             raise RuntimeError(f"no {case.proof} in {case.name}: {happened}")
         start = time.perf_counter()

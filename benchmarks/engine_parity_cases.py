@@ -62,16 +62,22 @@ class Sizes:
         return PAGE * math.ceil(self.batches[-1] * (round_peak + 2 * self.preempted_tokens) / 2 / PAGE)
 
 
-def plan(sizes: Sizes, *, context: int, step_tokens: int, tokens: int, seed: int, on_card: bool) -> list[Case]:
-    """All paths once, then rounds until at least `tokens` are sampled. context, step_tokens: the engine's limits."""
+def plan(
+    sizes: Sizes, *, context: int, step_tokens: int, tokens: int, seed: int, on_card: bool, page: int = PAGE
+) -> list[Case]:
+    """All paths once, then rounds until at least `tokens` are sampled. context, step_tokens: the engine's limits. page:
+    tokens of one in its cache.
+    """
     cases = []
+    # A hit is of whole pages, and the last token is always computed.
+    hit = max(2 * PAGE, page) + 1
     long = min(3 * step_tokens + 5, context - 8)
     for batch in sizes.batches:
         few = min(sizes.rows, 4 * batch)
         cases += [
             Case(f"prefill, batch {batch}", batch, 1, sizes.round_longest, 1, few, seed),
             Case(f"chunked prefill, batch {batch}", batch, 1, 90, 4, few, seed + 1, first=long, proof="chunk"),
-            Case(f"cache hit, batch {batch}", batch, 2 * PAGE + 1, 100, 4, few, seed + 2, proof="hit"),
+            Case(f"cache hit, batch {batch}", batch, hit, hit + 67, 4, few, seed + 2, proof="hit"),
             Case(f"decode, batch {batch}", batch, 1, 60, sizes.decode_tokens, sizes.rows, seed + 3),
         ]
     # Only the card's worker counts preemptions.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,9 @@ SHAPES: dict[str, Callable[[], PolicyConfig]] = {
 }
 
 
-def prepare(folder: Path, source: str, processes: int) -> None:
+def prepare(folder: Path, source: str, processes: int, page_size: int | None = None) -> None:
     """Seals a policy's kernels into a folder. source: a name of `SHAPES`, or a .gguf file whose shapes it takes.
+    page_size: tokens a page, by default the one that a user would get.
 
     The small policy gets its weights and few kernels, the others no weights and the kernels that a user would get.
     """
@@ -70,6 +72,8 @@ def prepare(folder: Path, source: str, processes: int) -> None:
     shapes, params = KernelShapes(), None
     if source == "small":
         shapes, params = small_policy.SHAPES, small_policy.small_parameters(policy)
+    if page_size is not None:
+        shapes = replace(shapes, page_size=page_size)
     kernels = seal_policy(policy, shapes, processes=processes, show_progress=True)
     export_policy(folder, policy, params, tokenizer, arch="sm90", kernels=kernels)
     print(f"{len(kernels.modules)} kernels in {folder}")

@@ -62,6 +62,7 @@ def run_shapes(config: Config, max_position: int) -> KernelShapes:
         token_buckets=tuple(_doubling(count_setting(settings, "max_step_tokens", DEFAULT_STEP_TOKENS))),
         head_rows=tuple(_doubling(sequences)),
         trainer_tokens=tuple(sorted(length for length in halved if length and length % TRAINER_STEP == 0)),
+        page_size=count_setting(settings, "page_size", 0, least=0) or KernelShapes.page_size,
         max_requests=sequences,
         max_context=count_setting(settings, "max_context", 0, least=0),
     ).for_context(max_position)

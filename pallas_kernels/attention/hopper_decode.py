@@ -23,7 +23,7 @@ from pallas_kernels.attention.hopper_parts import Parts
 from pallas_kernels.attention.hopper_singles import Singles
 from pallas_kernels.attention.hopper_singles import scratch as singles_scratch
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
-from pallas_kernels.attention.hopper_source import Paged, zero_rows
+from pallas_kernels.attention.hopper_source import Paged, load_blocks, zero_rows
 from pallas_kernels.hopper_tools import drain, early_kernel, swizzled
 
 #: The numbers that describe an item to the warpgroup that computes it, with room to a multiple of 16 bytes. The first
@@ -92,10 +92,8 @@ def decode_attention(
                 return slot
 
             def load_block(
-                block: jax.Array, done: jax.Array, owner: jax.Array, last: jax.Array, key_head: jax.Array
-            ) -> jax.Array:
-                slot = lax.rem(done, jnp.int32(stages))
-                rows = source.rows(table, owner, jnp.int32(0), block * B, last)
+                block: jax.Array, done: jax.Array, slot: jax.Array, rows: list[jax.Array], key_head: jax.Array
+            ) -> None:
                 for cache, into, full, empty in ((k_C, k_smem, k_full, k_empty), (v_C, v_smem, v_full, v_empty)):
 
                     @pl.when(done >= stages)
@@ -103,7 +101,6 @@ def decode_attention(
                         plgpu.barrier_wait(empty.at[slot])
 
                     source.load(cache, rows, pl.ds(key_head * D, D), into.at[slot], full.at[slot])
-                return done + 1
 
             def chunk_items(
                 chunk: jax.Array,
@@ -138,9 +135,9 @@ def decode_attention(
                     slot = publish(made, goes_to, first_block, end_block, last)
                     q_rows = q_RD.at[pl.ds(row, query_rows)]
                     plgpu.copy_gmem_to_smem(q_rows, q_plain.at[slot, pl.ds(0, query_rows)], q_full.at[slot])
-                    done = lax.fori_loop(
-                        first_block, end_block, lambda b, d: load_block(b, d, owner, last, key_head), done
-                    )
+                    blocks_of_part = (owner, jnp.int32(0), first_block, end_block, last)
+                    load = functools.partial(load_block, key_head=key_head)
+                    done = load_blocks(source, table, *blocks_of_part, done, stages, load)
                     return number + blocks, made + 1, done
 
                 before_end = (before + tokens.parts) * K

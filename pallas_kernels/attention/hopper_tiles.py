@@ -17,7 +17,7 @@ from pallas_kernels.attention import hopper_softmax as softmax
 from pallas_kernels.attention.hopper_rows import Extent, Rows, Stages
 from pallas_kernels.attention.hopper_sequences import LOOKUP, NONE, NOTES, Plan, find_sequences
 from pallas_kernels.attention.hopper_softmax import ROWS, Schedule, State
-from pallas_kernels.attention.hopper_source import Packed, Paged, zero_rows
+from pallas_kernels.attention.hopper_source import Packed, Paged, load_blocks, zero_rows
 from pallas_kernels.hopper_tools import chained_kernel, drain, sm_count, swizzled
 
 
@@ -98,10 +98,7 @@ def tiled_attention(
                     plan.publish(number, owner, last, first_row, following)
                     blocks, full_blocks = blocks_of(last)
 
-                    def one_block(block: jax.Array, done: jax.Array) -> jax.Array:
-                        slot = lax.rem(done, jnp.int32(stages))
-                        rows = source.rows(table, owner, first_row, block * B, last)
-
+                    def load_block(block: jax.Array, done: jax.Array, slot: jax.Array, rows: list[jax.Array]) -> None:
                         @pl.when(done >= stages)
                         def _() -> None:
                             plgpu.barrier_wait(k_empty.at[slot])
@@ -124,9 +121,8 @@ def tiled_attention(
                             zero_rows(v_smem.at[slot], last + 1 - block * B, B, D)
                             plgpu.barrier_arrive(v_clean.at[slot])
 
-                        return done + 1
-
-                    done = lax.fori_loop(0, blocks, one_block, done)
+                    sequence = (owner, first_row, jnp.int32(0), blocks, last)
+                    done = load_blocks(source, table, *sequence, done, stages, load_block)
                     return number + 1, following, done
 
                 start = (published, sequences.after(-1), before)

@@ -10,13 +10,17 @@ from policy_samples import FAMILIES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import engine_parity
 from engine_parity_cases import PAGE, Case, Prompts, Sizes, plan
 from engine_parity_policies import other_parameters, random_parameters, scaled_to_entropy
 from engine_parity_results import Results, summary
 from engine_parity_stock import plain_scores
 
+from contracts.errors import BadConfig
 from isojax import Policy, PolicyConfig, pack
 from isojax.evidence.engine_parity import entropy
+from isojax.kernels import KernelShapes
+from pallas_kernels.kernel_shapes import PAGE_SIZES
 
 IDENTITY = {"weights": "a", "numerical_policy": "b"}
 EXACT = {"tokens": 10, "rows": 2, "token_mismatches": 0, "row_mismatches": 0, "entropy_sum": 3.0, "exact": True}
@@ -33,6 +37,38 @@ def test_the_plan_reaches_its_tokens_on_every_path_and_batch():
     # A hit is of whole pages, and the last token is always computed.
     assert all(case.shortest > PAGE for case in cases if case.proof == "hit")
     assert sum(case.prompts for case in cases if case.name.startswith("round")) > sizes.batches[-1]
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES[:-1])
+def test_a_hit_is_of_a_whole_page_and_all_its_prompts_stay_in_the_cache(page):
+    sizes = Sizes()
+    cases = plan(sizes, context=8192, step_tokens=512, tokens=0, seed=0, on_card=True, page=page)
+    hits = [case for case in cases if case.proof == "hit"]
+    assert len(hits) == len(sizes.batches)
+    for case in hits:
+        pages_each = -(-(case.longest + case.new_tokens) // page)
+        assert case.shortest > page
+        assert case.prompts * pages_each < sizes.cache_tokens // page
+
+
+def test_a_bundle_is_prepared_with_other_pages(monkeypatch, tmp_path):
+    """Up to the sealing, which takes minutes."""
+    found = []
+
+    def seal_policy(policy, shapes, **options):
+        found.append(shapes)
+        raise InterruptedError
+
+    monkeypatch.setattr("isojax.kernels.sealing.seal_policy", seal_policy)
+    for options in ([], ["--page-size", "64"], ["--page-size", "128"]):
+        arguments = ["engine_parity.py", str(tmp_path / "policy"), "--prepare", "qwen3_8b", *options]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(InterruptedError):
+            engine_parity.main()
+    assert [shapes.page_size for shapes in found] == [KernelShapes().page_size, 64, 128]
+    monkeypatch.setattr(sys, "argv", [*arguments[:-1], "48"])
+    with pytest.raises(BadConfig, match="page_size"):
+        engine_parity.main()
 
 
 def test_the_cache_holds_a_round_but_not_the_preemption_case():

@@ -49,16 +49,26 @@ def test_attention_over_pages(options, split):
     _check_attention_over_pages(requests, 0, 32, split, options)
 
 
+@pytest.mark.parametrize("names", [("spread",), ("early",), ("skip",), ("spread", "early", "skip")], ids="+".join)
+def test_small_pages_however_they_are_loaded(names):
+    """A last block of which pages are missing, full ones, and several requests after each other in one tile."""
+    from pallas_kernels.attention.hopper_source import Loads
+
+    requests = [(0, 1), (127, 1), (141, 1), (3, 5), (250, 10)]
+    options = {"blocks": 2, "loads": Loads(**dict.fromkeys(names, True))}
+    _check_attention_over_pages(requests, 0, 32, 128, options, page=32)
+
+
 @pytest.mark.parametrize("at", [506, 511])
 def test_single_tokens_of_a_batch_that_is_looked_up_in_turns(at):
     _check_attention_over_pages([(40, 1), (129, 1), (3, 5), (255, 1)], at, 528, 128, {"blocks": 2})
 
 
-def _check_attention_over_pages(requests, at, T, split, options):
+def _check_attention_over_pages(requests, at, T, split, options, page=128):
     """``at``: the first row of the batch that is not padding."""
     from pallas_kernels.attention.hopper import paged_attention_program
 
-    H, K, D, page, pages_each = 2, 2, 64, 128, 5
+    H, K, D, pages_each = 2, 2, 64, 640 // page
     owner, positions, rows = np.full(T, -1, np.int32), np.zeros(T, np.int32), []
     for number, (first, count) in enumerate(requests):
         rows.append(slice(at, at + count))
@@ -66,7 +76,12 @@ def _check_attention_over_pages(requests, at, T, split, options):
         at += count + 2 * (count > 1)
     pages = pages_each * len(requests)
     table = np.random.default_rng(0).permutation(pages).astype(np.int32).reshape(len(requests), pages_each)
-    q, k, v = normal(0, T, H, D), normal(1, pages, page, K, D), normal(2, pages, page, K, D)
+    q, *caches = normal(0, T, H, D), normal(1, pages, page, K, D), normal(2, pages, page, K, D)
+    # What nothing wrote must not matter. Copies are checked for where they come from, too.
+    written = np.zeros((pages, page, 1, 1), bool)
+    for number, (first, count) in enumerate(requests):
+        written[table[number]] = (np.arange(pages_each * page) < first + count).reshape(pages_each, page, 1, 1)
+    k, v = (jnp.where(written, cache, jnp.nan) for cache in caches)
     sizes = {"pages": pages, "page": page, "requests": len(requests), "request_pages": pages_each}
     program = paged_attention_program(T, H, K, D, **sizes, scale=0.125, split=split, staged_weights=True, **options)
     (out,) = run(program, q, k, v, *map(jnp.asarray, (table, owner, positions)))

@@ -10,6 +10,7 @@ from contracts.errors import BadConfig, DifferenceFound
 from isojax.evidence import gates as gates_module
 from isojax.evidence.gates import Gate, GateSuite
 from isojax.evidence.proof import Proof
+from isojax.kernels import KernelShapes
 from isojax.rl import card, engine_defaults
 
 
@@ -29,6 +30,18 @@ def test_a_run_that_says_nothing_gets_the_engines_own_limits():
     assert shapes.trainer_tokens == (128,)
     assert shapes.token_buckets[-1] == engine_defaults.DEFAULT_STEP_TOKENS
     assert shapes.head_rows[-1] == engine_defaults.DEFAULT_SEQUENCES
+
+
+@pytest.mark.parametrize(("asked", "sealed"), [(64, 64), (128, 128), (0, KernelShapes().page_size)])
+def test_a_run_seals_the_pages_that_its_engine_is_asked_for(asked, sealed):
+    config = run_config(train={"micro_batch_tokens": 128}, engine={"settings": {"page_size": asked}})
+    assert card.run_shapes(config, max_position=256).page_size == sealed
+
+
+def test_pages_that_no_kernel_takes_are_refused_before_anything_is_sealed():
+    config = run_config(train={"micro_batch_tokens": 128}, engine={"settings": {"page_size": 24}})
+    with pytest.raises(BadConfig, match=r"page_size: found 24.*16, 32"):
+        card.run_shapes(config, max_position=256)
 
 
 def test_a_micro_batch_below_the_heads_block_is_refused():
