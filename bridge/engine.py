@@ -167,7 +167,7 @@ class VllmEngine:
             else:
                 values = [reported_values(output) for output in outputs]
             # A completion's first row was computed from its prompt's last token.
-            self._refuse_faults(requests, [(len(ids) - 1, row) for ids, row in zip(tokens, values, strict=True)])
+            self._refuse_faults(requests, [(len(prompt) - 1, row) for prompt, row in zip(tokens, values, strict=True)])
             rows = rows_by_request(self._rpc("isojax_take_rows")) if full_rows and not rows_on_device else None
             if full_rows and rows_on_device:
                 taken = self._rpc("isojax_take_rows_on_device")
