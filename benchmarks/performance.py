@@ -230,7 +230,7 @@ def _step() -> str:
         "device.\nLaunches are chained, so a kernel's time is what it adds after all that started before it"
     )
     table = _table(("kernel", "launches", "us"), lines)
-    return f"## A decode step in vLLM\n\n{what}; between the regions of a layer: {between}.\n\n{table}"
+    return f"## A decode step in vLLM\n\n{what}.\nBetween the regions of a layer: {between}.\n\n{table}"
 
 
 def _short(kernel: str) -> str:
