@@ -133,7 +133,8 @@ def open_policy(
         return policy, policy.init(jax.random.key(section.random_seed)), {}
     source = _source(section, config_folder)
     assert source is not None
-    policy, params = load(source, section.dtype, remat=remat)
+    # A run emits the kernels of its own folder, which may be others than its source's.
+    policy, params = load(source, section.dtype, remat=remat, emits_kernels=False)
     return policy, params, tokenizer_files(source)
 
 

@@ -24,12 +24,14 @@ ROPE_TENSOR = "rope_table"
 
 
 def load(
-    source: str | Path, dtype: str | None = None, *, remat: Remat = "layer"
+    source: str | Path, dtype: str | None = None, *, remat: Remat = "layer", emits_kernels: bool = True
 ) -> tuple[Policy, dict[str, jax.Array]]:
     """A policy and its packed parameters from a Hugging Face folder, an exported policy folder or a .gguf file.
 
     dtype: "bfloat16" or "float32" of parameters and activations; None takes the dtype that config.json names, and
-    bfloat16 for GGUF. Narrowing rounds once, to nearest even; widening is exact. remat: see `Policy`.
+    bfloat16 for GGUF. Narrowing rounds once, to nearest even; widening is exact. remat: see `Policy`. emits_kernels:
+    whether an exported policy's sealed kernels become those that this process emits on a card; of one call there can be
+    one set.
 
     Raises `BadCheckpoint` for missing, damaged, extra or misshapen weights, `BadConfig` for a malformed config.json,
     `BadBundle` for sealed kernels that are not the contract's and `UnsupportedModel` for what isojax does not implement
@@ -40,16 +42,18 @@ def load(
         model = open_gguf(path)
         policy = Policy(model.config, dtype=dtype or "bfloat16", remat=remat)
         return policy, pack_tensors(policy, model.names, model.read, str(path))
-    policy = load_policy(path, dtype, remat=remat)
+    policy = load_policy(path, dtype, remat=remat, emits_kernels=emits_kernels)
     with open_tensors(path) as (names, read):
         return policy, pack_tensors(policy, names, read, str(path))
 
 
-def load_policy(folder: str | Path, dtype: str | None = None, *, remat: Remat = "layer") -> Policy:
+def load_policy(
+    folder: str | Path, dtype: str | None = None, *, remat: Remat = "layer", emits_kernels: bool = True
+) -> Policy:
     """The policy of a folder without its weights: config.json and, where they were shipped, rope table and kernels.
 
-    Sealed kernels are checked against the contract, and become those that this process emits on a card. Arguments and
-    errors as for `load`; also `BadBundle` for kernels that are not the contract's.
+    Sealed kernels are checked against the contract, and become those that this process emits on a card, if it
+    ``emits_kernels``. Arguments and errors as for `load`; also `BadBundle` for kernels that are not the contract's.
     """
     path = Path(folder)
     raw = read_config(path)
@@ -60,7 +64,8 @@ def load_policy(folder: str | Path, dtype: str | None = None, *, remat: Remat = 
         _check_contract(path, policy, contract)
     if contract is not None and not contract.arch.startswith("cpu-"):
         kernels = load_kernels(path, contract)
-        kernel_source.LOADED.add(kernels.programs)
+        if emits_kernels:
+            kernel_source.LOADED.add(kernels.programs)
         policy.row_buckets = kernels.shapes.head_rows
         policy.packing = packing_of(kernels.shapes)
     elif (path / KERNELS_FOLDER).exists():

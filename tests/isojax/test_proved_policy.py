@@ -14,7 +14,7 @@ from kernel_samples import sealable_policy, sealed_folder
 from contracts import load_contract, save_contract
 from contracts.errors import BadBundle, CannotWrite
 from isojax.evidence.proof import Proof, write_proof
-from isojax.kernels import Bundle
+from isojax.kernels import Bundle, load_kernels
 from isojax.kernels.calls import kernel_calls
 from isojax.rl import assemble
 from isojax.rl.config_file import parse_config
@@ -75,7 +75,6 @@ def test_a_policy_that_was_proved_on_this_card_is_taken_as_it_is(policy, tmp_pat
     )
     assert given.keys() == taken.keys()
     assert all(given[name].read_bytes() == taken[name].read_bytes() for name in given)
-    # Its kernels are this process's already, and are the same.
     load(started, "bfloat16")
     assert capsys.readouterr().err == ""
 
@@ -101,6 +100,24 @@ def test_a_policy_that_lacks_something_is_sealed_and_proved_anew_and_it_is_said(
     said = capsys.readouterr().err
     assert "others are sealed and proved" in said
     assert re.search(why, said)
+
+
+def test_a_sources_kernels_are_none_of_the_run_that_seals_its_own(policy, tmp_path):
+    """Other code had exported it: kernels of the same calls with other bytes would be refused once they are sealed."""
+    with pytest.raises(_SealedAnewError):
+        assemble._write_policy(_config(policy), tmp_path, tmp_path / "run")
+    sealed_by_the_run = Bundle(
+        tuple(
+            dataclasses.replace(
+                program, modules=tuple(dataclasses.replace(m, module=m.module + b" ") for m in program.modules)
+            )
+            for program in load_kernels(policy, load_contract(policy)).programs
+        ),
+        SHAPES,
+    )
+    kernel_source.LOADED.add(sealed_by_the_run.programs)
+    with pytest.raises(BadBundle, match="has loaded other kernels"):
+        load(policy, "bfloat16")
 
 
 def test_a_card_that_is_named_beside_no_proof_is_not_taken(policy, tmp_path, capsys):
