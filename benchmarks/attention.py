@@ -1,7 +1,7 @@
 """Times the sealed attention beside vLLM's FlashAttention 3, prefill and decode: python benchmarks/attention.py OUT."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,51 +18,33 @@ def _bf16(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def prefill(compiler: Compiler, count: int, length: int, split: int, bundles: Sequence[int]) -> dict[str, Any]:
+def prefill(compiler: Compiler, count: int, length: int, split: int) -> dict[str, Any]:
     """Causal attention of ``count`` packed sequences of ``length`` tokens."""
     T = count * length
     q, k, v = _bf16(T, H, D), _bf16(T, K, D), _bf16(T, K, D)
     positions = torch.arange(T, device="cuda", dtype=torch.int32) % length
     segments = torch.arange(T, device="cuda", dtype=torch.int32) // length
     layer = torch.zeros((), dtype=torch.int32, device="cuda")
-
-    def ours(bundle: int | None = None) -> Callable[[], torch.Tensor]:
-        program = attention_program(T, H, K, D, scale=D**-0.5, split=split, bundle=bundle)
-        run = Launcher(seal_program("attention", "1", {}, program), compiler)
-        return lambda: run(q, k, v, positions, segments, layer)[0]
-
+    program = seal_program("attention", "1", {}, attention_program(T, H, K, D, scale=D**-0.5, split=split))
+    run = Launcher(program, compiler)
     starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
     found = _against_library(
-        ours(),
+        lambda: run(q, k, v, positions, segments, layer)[0],
         lambda: flash_attention(q, k, v, starts, length, length, cu_seqlens_k=starts),
     )
     flops = 4 * count * length * length * H * D / 2
-    found |= {"tflops": flops / found["us"] / 1e6, "bundles": _bundles(ours, bundles)}
-    return {"what": f"prefill {count} x {length}", **found}
+    return {"what": f"prefill {count} x {length}", **found, "tflops": flops / found["us"] / 1e6}
 
 
 def decode(
-    compiler: Compiler,
-    count: int,
-    length: int,
-    split: int,
-    bundles: Sequence[int],
-    page: int,
-    requests: int,
-    context: int,
+    compiler: Compiler, count: int, length: int, split: int, page: int, requests: int, context: int
 ) -> dict[str, Any]:
-    """One query token for each of ``count`` requests over ``length`` cached positions, launched as the engine does.
-
-    ``bundles`` is prefill's.
-    """
+    """One query token for each of ``count`` requests over ``length`` cached positions, launched as the engine does."""
     T = max(8, count)
     owner = torch.full((T,), -1, dtype=torch.int32, device="cuda")
     owner[:count] = torch.arange(count, device="cuda")
     positions = torch.full((T,), length - 1, dtype=torch.int32, device="cuda")
-    q = _bf16(T, H, D)
-    sizes, caches, table = _paged(count, length, page, requests, context)
-    program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split)
-    run = Launcher(seal_program("paged_attention", "1", {}, program), compiler)
+    run, q, caches, table = _paged(compiler, T, count, length, split, page, requests, context)
     starts = torch.arange(count + 1, device="cuda", dtype=torch.int32)
     used = torch.full((count,), length, dtype=torch.int32, device="cuda")
     found = _against_library(
@@ -74,43 +56,28 @@ def decode(
 
 
 def prefill_step(
-    compiler: Compiler,
-    count: int,
-    length: int,
-    split: int,
-    bundles: Sequence[int],
-    page: int,
-    requests: int,
-    context: int,
-    behind: int,
+    compiler: Compiler, count: int, length: int, split: int, page: int, requests: int, context: int, behind: int
 ) -> dict[str, Any]:
     """A step of the engine with ``length`` tokens of each of ``count`` prompts, ``behind`` more of which are cached."""
     T, history = count * length, behind + length
     positions = behind + torch.arange(T, device="cuda", dtype=torch.int32) % length
     owner = torch.arange(T, device="cuda", dtype=torch.int32) // length
-    q = _bf16(T, H, D)
-    sizes, caches, table = _paged(count, history, page, requests, context)
-
-    def ours(bundle: int | None = None) -> Callable[[], torch.Tensor]:
-        program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split, bundle=bundle)
-        run = Launcher(seal_program("paged_attention", "1", {}, program), compiler)
-        return lambda: run(q, *caches, table, owner, positions)[0]
-
+    run, q, caches, table = _paged(compiler, T, count, history, split, page, requests, context)
     starts = torch.arange(count + 1, device="cuda", dtype=torch.int32) * length
     used = torch.full((count,), history, dtype=torch.int32, device="cuda")
     found = _against_library(
-        ours(),
+        lambda: run(q, *caches, table, owner, positions)[0],
         lambda: flash_attention(q, *caches, starts, length, history, seqused_k=used, block_table=table[:count]),
     )
     flops = 4 * T * (behind + length / 2) * H * D
     what = {"what": f"prefill step {count} x {length}", "behind": behind, "page": page}
-    return {**what, **found, "tflops": flops / found["us"] / 1e6, "bundles": _bundles(ours, bundles)}
+    return {**what, **found, "tflops": flops / found["us"] / 1e6}
 
 
 def _paged(
-    count: int, length: int, page: int, requests: int, context: int
-) -> tuple[dict[str, int], list[torch.Tensor], torch.Tensor]:
-    """Sizes, caches and shuffled table of ``count`` requests with ``length`` cached positions.
+    compiler: Compiler, T: int, count: int, length: int, split: int, page: int, requests: int, context: int
+) -> tuple[Launcher, torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """The launcher, queries, caches and shuffled table of ``count`` requests with ``length`` cached positions.
 
     The table has at least ``requests`` rows, as an engine's has a row for each request that it may run, each with room
     for at least ``context`` positions.
@@ -120,19 +87,9 @@ def _paged(
     caches = [_bf16(pages, page, K, D) for _ in range(2)]
     table = torch.zeros(rows, max(per, -(-context // page)), dtype=torch.int32, device="cuda")
     table[:count, :per] = torch.randperm(pages, device="cuda").int().view(count, per)
-    return {"pages": pages, "page": page, "requests": rows, "request_pages": table.shape[1]}, caches, table
-
-
-def _bundles(ours: Callable[..., Callable[[], torch.Tensor]], bundles: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Other numbers of heads a block: their times, and whether their bits are those of the default."""
-    found: dict[int, dict[str, Any]] = {}
-    default = ours()
-    for bundle in bundles:
-        run = ours(bundle)
-        same = torch.equal(run().view(torch.int16), default().view(torch.int16))
-        us, spread = microseconds([run], repeats=5)
-        found[bundle] = {"us": us, "spread_us": spread, "same_bits": same}
-    return found
+    sizes = {"pages": pages, "page": page, "requests": rows, "request_pages": table.shape[1]}
+    program = paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=split)
+    return Launcher(seal_program("paged_attention", "1", {}, program), compiler), _bf16(T, H, D), caches, table
 
 
 def _against_library(ours: Callable[[], torch.Tensor], library: Callable[[], torch.Tensor]) -> dict[str, Any]:
@@ -167,7 +124,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=0, help="requests that a step may have, where it has fewer")
     parser.add_argument("--context", type=int, default=0, help="positions that a request may have, where it has fewer")
     parser.add_argument("--rows", default="", help="only rows whose name contains this, as 'decode 256'")
-    parser.add_argument("--bundles", type=int, nargs="*", default=[], help="heads a block to time prefill with as well")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     compiler = Compiler(torch.device("cuda:0"))
@@ -190,7 +146,7 @@ def main() -> None:
     ):
         if arguments.rows not in f"{name} {count} x {length}":
             continue
-        rows.append(measure(compiler, count, length, arguments.split, arguments.bundles, *options))
+        rows.append(measure(compiler, count, length, arguments.split, *options))
         print(rows[-1], flush=True)
         write_results(arguments.out, rows)
 
