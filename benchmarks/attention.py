@@ -50,9 +50,9 @@ class Cache:
             "request_pages": max(per, -(-self.context // self.page)),
         }
 
-    def program(self, T: int, count: int, length: int, split: int, bundle: int | None = None) -> Program:
+    def program(self, T: int, count: int, length: int, split: int) -> Program:
         """Attention of a step of ``T`` tokens over this cache."""
-        options = {"scale": D**-0.5, "split": split, "bundle": bundle, "loads": self.loads}
+        options = {"scale": D**-0.5, "split": split, "loads": self.loads}
         return paged_attention_program(T, H, K, D, **self.sizes(count, length), **options)
 
     def tensors(self, count: int, length: int) -> Tensors:
@@ -89,7 +89,7 @@ def _bf16(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).bfloat16()
 
 
-def prefill(compiler: Compiler, count: int, length: int, split: int, bundles: Sequence[int]) -> dict[str, Any]:
+def prefill(compiler: Compiler, count: int, length: int, split: int) -> dict[str, Any]:
     """Causal attention of ``count`` packed sequences of ``length`` tokens."""
     T = count * length
     q, k, v = _bf16(T, H, D), _bf16(T, K, D), _bf16(T, K, D)
@@ -97,28 +97,18 @@ def prefill(compiler: Compiler, count: int, length: int, split: int, bundles: Se
     segments = torch.arange(T, device=DEVICE, dtype=torch.int32) // length
     layer = torch.zeros((), dtype=torch.int32, device=DEVICE)
 
-    def ours(bundle: int | None = None) -> Callable[[], torch.Tensor]:
-        program = attention_program(T, H, K, D, scale=D**-0.5, split=split, bundle=bundle)
-        run = _launcher(compiler, "attention", program)
-        return lambda: run(q, k, v, positions, segments, layer)[0]
-
+    run = _launcher(compiler, "attention", attention_program(T, H, K, D, scale=D**-0.5, split=split))
     starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32) * length
     found = _against_library(
-        ours(),
+        lambda: run(q, k, v, positions, segments, layer)[0],
         lambda: flash_attention(q, k, v, starts, length, length, cu_seqlens_k=starts),
     )
     flops = 4 * count * length * length * H * D / 2
-    found |= {"tflops": flops / found["us"] / 1e6, "bundles": _bundles(ours, bundles)}
-    return {"what": f"prefill {count} x {length}", **found}
+    return {"what": f"prefill {count} x {length}", **found, "tflops": flops / found["us"] / 1e6}
 
 
-def decode(
-    compiler: Compiler, count: int, length: int, split: int, bundles: Sequence[int], cache: Cache
-) -> dict[str, Any]:
-    """One query token for each of ``count`` requests over ``length`` cached positions, launched as the engine does.
-
-    ``bundles`` is prefill's.
-    """
+def decode(compiler: Compiler, count: int, length: int, split: int, cache: Cache) -> dict[str, Any]:
+    """One query token for each of ``count`` requests over ``length`` cached positions, launched as the engine does."""
     T = _bucket(count)
     owner = torch.full((T,), -1, dtype=torch.int32, device=DEVICE)
     owner[:count] = torch.arange(count, device=DEVICE)
@@ -139,32 +129,30 @@ def decode(
     return {"what": f"decode {count} x {length}", **cache.named(), **found, "tb_per_s": moved / found["us"] / 1e6}
 
 
-def prefill_step(
-    compiler: Compiler, count: int, length: int, split: int, bundles: Sequence[int], cache: Cache, behind: int
-) -> dict[str, Any]:
+def prefill_step(compiler: Compiler, count: int, length: int, split: int, cache: Cache, behind: int) -> dict[str, Any]:
     """A step of the engine with ``length`` tokens of each of ``count`` prompts, ``behind`` more of which are cached."""
     T, history = count * length, behind + length
     positions = behind + torch.arange(T, device=DEVICE, dtype=torch.int32) % length
     owner = torch.arange(T, device=DEVICE, dtype=torch.int32) // length
     q, held = _bf16(T, H, D), cache.tensors(count, history)
 
-    def launcher(loads: Loads, bundle: int | None = None) -> Callable[..., tuple[torch.Tensor, ...]]:
-        program = dataclasses.replace(cache, loads=loads).program(T, count, history, split, bundle)
+    def launcher(loads: Loads) -> Callable[..., tuple[torch.Tensor, ...]]:
+        program = dataclasses.replace(cache, loads=loads).program(T, count, history, split)
         return _launcher(compiler, "paged_attention", program)
 
-    def ours(bundle: int | None = None) -> Callable[[], torch.Tensor]:
-        run = launcher(cache.loads, bundle)
-        return lambda: run(q, *held.caches, held.table, owner, positions)[0]
-
+    run = launcher(cache.loads)
     starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32) * length
     used = torch.full((count,), history, dtype=torch.int32, device=DEVICE)
     keys = {"seqused_k": used, "block_table": held.library_table[:count]}
-    found = _against_library(ours(), lambda: flash_attention(q, *held.library_caches, starts, length, history, **keys))
+    found = _against_library(
+        lambda: run(q, *held.caches, held.table, owner, positions)[0],
+        lambda: flash_attention(q, *held.library_caches, starts, length, history, **keys),
+    )
     if cache.loads != PLAIN:
-        found |= _same_bits(launcher(cache.loads), launcher(PLAIN), q, held, owner, positions)
+        found |= _same_bits(run, launcher(PLAIN), q, held, owner, positions)
     flops = 4 * T * (behind + length / 2) * H * D
     what = {"what": f"prefill step {count} x {length}", "behind": behind, **cache.named()}
-    return {**what, **found, "tflops": flops / found["us"] / 1e6, "bundles": _bundles(ours, bundles)}
+    return {**what, **found, "tflops": flops / found["us"] / 1e6}
 
 
 def _bucket(count: int) -> int:
@@ -188,18 +176,6 @@ def _same_bits(
     """Whether other loads leave every bit alone."""
     ours, expected = (launch(q, *held.caches, held.table, *others)[0].view(torch.int16) for launch in (run, plain))
     return {"same_bits": torch.equal(ours, expected)}
-
-
-def _bundles(ours: Callable[..., Callable[[], torch.Tensor]], bundles: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Other numbers of heads a block: their times, and whether their bits are those of the default."""
-    found: dict[int, dict[str, Any]] = {}
-    default = ours()
-    for bundle in bundles:
-        run = ours(bundle)
-        same = torch.equal(run().view(torch.int16), default().view(torch.int16))
-        us, spread = microseconds([run], repeats=5)
-        found[bundle] = {"us": us, "spread_us": spread, "same_bits": same}
-    return found
 
 
 def _against_library(ours: Callable[[], torch.Tensor], library: Callable[[], torch.Tensor]) -> dict[str, Any]:
@@ -240,7 +216,7 @@ def main() -> None:
             if arguments.rows not in f"{name} {count} x {length}" or (number and measure is prefill):
                 continue
             try:
-                found.append(measure(compiler, count, length, arguments.split, arguments.bundles, *options))
+                found.append(measure(compiler, count, length, arguments.split, *options))
             except Exception:
                 print(f"{name} {count} x {length}, {cache}: failed", flush=True)
                 traceback.print_exc()
@@ -263,7 +239,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, default=0, help="positions that a request may have, where it has fewer")
     parser.add_argument("--rows", default="", help="only rows whose name contains this, as 'decode 256'")
     parser.add_argument("--decode-lengths", type=int, nargs="*", default=[], help="more contexts of 256 requests")
-    parser.add_argument("--bundles", type=int, nargs="*", default=[], help="heads a block to time prefill with as well")
     return parser
 
 

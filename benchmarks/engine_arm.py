@@ -16,8 +16,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "isojax_llm": {},
 }
 OURS = ("isojax", "isojax_llm")
+#: Prompts, tokens of a completion and a seed, to the lengths of the completions with as many log-probabilities.
+Generate = Callable[[list[list[int]], int, int], set[int]]
 CACHE_BYTES = 24 << 30
 # Arms stand on the card together, so each asks vLLM for a share of it; the cache's size is given.
 SHARE = 0.3
@@ -59,20 +62,21 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **ENVIRONMENTS[arguments.arm]}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    with _started(arguments.arm, arguments.folder, arguments.workload) as engine:
+    with _started(arguments.arm, arguments.folder, arguments.workload) as generate:
         rows: list[dict[str, Any]] = []
         arguments.out.write_text(json.dumps(rows))
         if not sys.stdin.readline():
             # Whoever would say when is gone, and would measure beside this.
             raise SystemExit("nobody is left to say when to measure")
         for workload in arguments.workload:
-            rows.append(workload._asdict() | _measured(engine, workload, arguments.repeats))
+            rows.append(workload._asdict() | _measured(generate, workload, arguments.repeats))
             print(arguments.arm, rows[-1], flush=True)
             arguments.out.write_text(json.dumps(rows))
 
 
 @contextmanager
-def _started(arm: str, folder: Path, workloads: list[Workload]) -> Iterator[Any]:
+def _started(arm: str, folder: Path, workloads: list[Workload]) -> Iterator[Generate]:
+    """An engine, as what it is asked with."""
     batch = max(workload.batch for workload in workloads)
     length = max(workload.prompt + workload.output for workload in workloads)
     if arm in OURS:
@@ -80,16 +84,13 @@ def _started(arm: str, folder: Path, workloads: list[Workload]) -> Iterator[Any]
 
         # Proved for this card, which is what `engine_parity.py` is for.
         with proved_copy(folder) as copy, running_engine(copy, our_settings(batch, length)) as engine:
-            if arm == "isojax_llm":
-                yield engine._llm
-            else:
-                # The weights that it has read itself: there is no trainer here that they could differ from.
-                engine._digest = engine._rpc("isojax_weight_digest")
-                yield engine
+            # The weights that it has read itself: there is no trainer here that they could differ from.
+            engine._digest = engine._rpc("isojax_weight_digest")
+            yield partial(_rollout, engine) if arm == "isojax" else partial(_generated, engine._llm)
         return
     from vllm import LLM
 
-    yield LLM(
+    llm = LLM(
         str(folder),
         dtype="bfloat16",
         skip_tokenizer_init=True,
@@ -100,6 +101,7 @@ def _started(arm: str, folder: Path, workloads: list[Workload]) -> Iterator[Any]
         enable_prefix_caching=True,
         seed=0,
     )
+    yield partial(_generated, llm)
 
 
 def our_settings(batch: int, length: int) -> dict[str, Any]:
@@ -112,13 +114,13 @@ def our_settings(batch: int, length: int) -> dict[str, Any]:
     }
 
 
-def _measured(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
+def _measured(generate: Generate, workload: Workload, repeats: int) -> dict[str, Any]:
     """Medians and spreads over `repeats` runs, after one that is not counted."""
     seconds, steps = [], []
-    _seconds(engine, workload, 0)
+    _seconds(generate, workload, 0)
     for number in range(repeats):
         with replays_timed() as replays:
-            seconds.append(_seconds(engine, workload, 1 + number))
+            seconds.append(_seconds(generate, workload, 1 + number))
         # Most replays are decode steps: a median leaves the few of prompts out.
         steps.append(statistics.median(start.elapsed_time(end) for start, end in replays) if replays else None)
     found = {"seconds": statistics.median(seconds), "seconds_spread": max(seconds) - min(seconds)}
@@ -127,16 +129,14 @@ def _measured(engine: Any, workload: Workload, repeats: int) -> dict[str, Any]:
     return found | {"tokens_per_second": workload.batch * workload.output / found["seconds"]}
 
 
-def _seconds(engine: Any, workload: Workload, seed: int) -> float:
+def _seconds(generate: Generate, workload: Workload, seed: int) -> float:
     """One run over prompts that no run had before, every token with its log-probability as a rollout needs it."""
     import numpy as np
 
     generator = np.random.default_rng(seed)
     prompts = [generator.integers(10, 1000, workload.prompt).tolist() for _ in range(workload.batch)]
-    # Ours, unless it is asked as vLLM's own class is.
-    generate = _rollout if hasattr(engine, "sync") else _generated
     start = time.perf_counter()
-    lengths = generate(engine, prompts, workload.output, seed)
+    lengths = generate(prompts, workload.output, seed)
     elapsed = time.perf_counter() - start
     if lengths != {workload.output}:
         raise RuntimeError(f"completions of {lengths} tokens where {workload.output} were asked for")

@@ -75,7 +75,7 @@ hands out every token with its log-probability; `isojax_llm` is the same engine 
 stock vLLM is. Where seconds are far above device time, the engine waits for the host: of 256 requests stock vLLM ranks
 and wraps every token's value at every step, a rollout keeps them on the device (`bridge/sampled_log.py`). vLLM's
 batch-invariant mode was measured beside stock vLLM in a run of its own. On 1.7B shapes, where the host sets the pace,
-seconds of two runs lie up to 20% apart; on 8B shapes 1%, of stock vLLM's 256 requests 4%.
+seconds of two runs lie up to 22% apart; on 8B shapes 1%, of stock vLLM's 256 requests 4%.
 """.strip()
 
 
@@ -102,13 +102,13 @@ _MISSES = """
   instructions. What sets the pace is the chain of one warpgroup (scores, softmax, weights), not the tensor cores; the
   overlap that FlashAttention 3 has would need the registers that the declared order of the splits takes. 16 x 1024 and
   2 x 1024 are within the aim.
-- **Matmul of several leaves with many columns** (24576 x 4096): 1.06 to 1.19 from 256 tokens on. Every leaf's sum waits
+- **Matmul of several leaves with many columns** (24576 x 4096): 1.06 to 1.23 from 256 tokens on. Every leaf's sum waits
   in registers or shared memory until it is added, which leaves room for narrower tiles only. Leaves in runs of two or
   four, sums in shared memory, two warpgroups a tile and clusters were tried; the committed tile is the fastest. Of a
   Qwen3 layer only the last products of attention and feed-forward have leaves.
 - **Matmul, (6144, 4096) up to 64 tokens**: 1.02 to 1.07. 96 tiles of 64 rows leave 36 multiprocessors idle; tiles of
-  two warpgroups, clusters and deeper pipelines were slower. An earlier form of this kernel was 2 us faster there; which
-  change cost them is not known yet. **Eight leaves at 64 tokens**: up to 1.7; no shipped policy has eight.
+  two warpgroups, clusters and deeper pipelines were slower. **Eight leaves at 64 tokens**: up to 1.7; no shipped policy
+  has eight.
 """.strip()
 
 

@@ -49,10 +49,6 @@ class PolicyWorker:
         """From now on keeps what is sampled, or no longer; whether it can. Where it cannot, vLLM reports the values."""
         return False
 
-    def isojax_take_sampled(self) -> dict[str, bytes]:
-        """What was sampled, see SampledLog.take."""
-        raise NotImplementedError("isojax_log_sampled has said that nothing is kept")
-
     def isojax_tap_rows(self, limit: int, seed: int) -> None:
         """From now on keeps up to `limit` full rows; 0 stops."""
         self.policy.tap = RowTap(limit, seed) if limit else None

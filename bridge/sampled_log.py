@@ -23,7 +23,7 @@ class SampledLog:
     """The drawn tokens of every step and their log-probabilities.
 
     vLLM can report them as well. It then ranks each token in its row, and makes objects of every token's value at every
-    step, for which the card waits: with 256 requests that takes the host a fifth of the step.
+    step, for which the card waits: with 256 requests that takes a quarter of the time.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:

@@ -3,6 +3,7 @@
 import io
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,7 +80,7 @@ def test_stock_vllm_is_asked_for_a_log_probability_of_every_token():
             return [SimpleNamespace(outputs=[found]) for _ in prompts]
 
     with pytest.raises(RuntimeError, match=r"completions of \{4\} tokens where 5 were asked for"):
-        engine_arm._seconds(Llm(), engine_arm.Workload(2, 3, 5), 0)
+        engine_arm._seconds(partial(engine_arm._generated, Llm()), engine_arm.Workload(2, 3, 5), 0)
     assert (asked[0].logprobs, asked[0].max_tokens) == (0, 5)
 
 

@@ -24,18 +24,16 @@ def attention_program(
     *,
     scale: float,
     split: int,
-    bundle: int | None = None,
     staged_weights: bool = False,
 ) -> Program:
     """``(q [T, H, D], k [T, K, D], v [T, K, D], positions [T], segment_ids [T], layer) -> out [T, H, D]``.
 
     Sequences are contiguous and each starts at a row that is a multiple of 8; rows of one that does not become NaN.
-    Rows of segment -1 are padding and become zero. ``layer`` is not read: it only names the layer. ``bundle`` heads, by
-    default as many as leave the card full, share a block, which moves no bit.
+    Rows of segment -1 are padding and become zero. ``layer`` is not read: it only names the layer.
     """
     schedule = Schedule(D, split, scale)
     packed = Packed(schedule.block)
-    kernel = tiled_attention(T, H, K, schedule, packed, bundle=bundle, staged_weights=staged_weights)
+    kernel = tiled_attention(T, H, K, schedule, packed, staged_weights=staged_weights)
     buffers = {"q": Buffer((T, H, D), "bfloat16"), "out": Buffer((T, H, D), "bfloat16")}
     buffers |= dict.fromkeys(("k", "v"), Buffer((T, K, D), "bfloat16"))
     buffers |= dict.fromkeys(("positions", "segment_ids"), Buffer((T,), "int32"))
@@ -59,7 +57,6 @@ def paged_attention_program(
     split: int,
     blocks: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
-    bundle: int | None = None,
     staged_weights: bool = False,
     loads: Loads | None = None,
 ) -> Program:
@@ -71,7 +68,7 @@ def paged_attention_program(
     tokens are spread over ``blocks`` blocks, by default as many as the card takes at once, and where a token has
     several they are merged by a third kernel. Where the states of all those splits could take more than
     ``scratch_bytes``, a token's splits stay together: then so many tokens are there that they fill the card without
-    that. Neither moves a bit, nor do ``bundle``, as in `attention_program`, and ``loads``, by default `Loads` as it is.
+    that. Neither moves a bit, nor do ``loads``, by default `Loads` as it is.
     Raises ValueError for more rows of the caches than 32 bits can number.
     """
     # A cache may have more than 2^31 elements: its rows are only reached through TMA, which takes a row and a column of
@@ -88,7 +85,7 @@ def paged_attention_program(
     caches = dict.fromkeys(("k_cache", "v_cache"), (pages * page, K * D))
     read = ("q", "k_cache", "v_cache", "positions", "request_of_token", "block_table")
     operands = ("q", "k_cache", "v_cache", "block_table", "request_of_token", "positions")
-    options = {"single_tokens": False, "bundle": bundle, "staged_weights": staged_weights}
+    options = {"single_tokens": False, "staged_weights": staged_weights}
     tiles = tiled_attention(T, H, K, schedule, source, **options)
     decode = decode_attention(parts, schedule, source, blocks=blocks or sm_count(), staged_weights=staged_weights)
     states: tuple[str, ...] = ()

@@ -30,7 +30,6 @@ def tiled_attention(
     *,
     single_tokens: bool = True,
     stages: int = 2,
-    bundle: int | None = None,
     staged_weights: bool = False,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the kernel ``(q [T, H*D], k, v, positions [T], owners [T][, block_table]) -> out [T, H*D]``.
@@ -40,15 +39,15 @@ def tiled_attention(
     another kernel takes sequences that have only one token in the batch: their rows are zero here, or not written.
 
     Up to a head size of 128 a block has two warpgroups of 64 tokens, which take turns: one's softmax runs under the
-    other's products. A third loads. The tiles with the most keys, the last ones, start first. A block takes ``bundle``
-    heads, a divisor of H, one after the other; it loads the next one's queries and keys while it computes one.
+    other's products. A third loads. The tiles with the most keys, the last ones, start first. A block takes one
+    head or two, one after the other; it loads the next one's queries and keys while it computes one.
     """
     D, B = schedule.D, schedule.block
     consumers = 2 if D <= 128 else 1
     tile = ROWS * consumers
     tiles = pl.cdiv(T, tile)
     # Two heads one after the other spare a block's start, where the card is full even so.
-    bundle = bundle or (math.gcd(H, 2) if tiles * H >= 2 * sm_count() else 1)
+    bundle = math.gcd(H, 2) if tiles * H >= 2 * sm_count() else 1
     group = H // K
     paged = isinstance(source, Paged)
     # Columns of the earlier splits' values that wait in registers: where shared memory has no room for all.

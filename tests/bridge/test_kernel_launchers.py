@@ -5,6 +5,7 @@ import torch
 
 from bridge.kernel_launchers import KernelLaunchers, engine_programs
 from contracts.errors import BadBundle, LaunchRefused
+from pallas_kernels import seal
 from pallas_kernels.program import Buffer
 from pallas_kernels.seal import SealedModule, SealedProgram
 
@@ -111,3 +112,15 @@ def test_an_engine_compiles_its_own_buckets_alone():
     programs = [_matmul(8), _matmul(16), _matmul(128), _paged(8), _paged(16)]
     chosen = engine_programs(programs, token_buckets=(8,), head_rows=(16,))
     assert [program.digests for program in chosen] == [_matmul(8).digests, _paged(8).digests]
+
+
+def test_a_launch_takes_no_digest_of_a_kernels_bytes(monkeypatch):
+    """Outside of a captured graph a launch is on a step's way, and its module is long."""
+    launchers, wanted = _launchers(_matmul(8)), {"matmul": set(_matmul(8).digests)}
+    ran: dict[str, set[str]] = {}
+    call = "matmul", _operands(8), {"leaves": 1, "out_dtype": "bfloat16"}
+    with launchers.recording(ran):
+        launchers.launch(*call)
+        monkeypatch.setattr(seal.hashlib, "sha256", lambda _: pytest.fail("a digest was taken anew"))
+        launchers.launch(*call)
+    assert ran == wanted

@@ -5,20 +5,12 @@ Needs exported policies: `python benchmarks/engine_parity.py FOLDER --prepare sm
 """
 
 import json
-import os
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-# Before JAX starts: the engine shares the card with the trainer.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").split(":") if name]
+from card_policies import FOLDERS, needs_policies
 
 
-@pytest.mark.skipif(not FOLDERS, reason="ISOJAX_CARD_POLICIES names no exported policy")
+@needs_policies
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_every_path_through_the_engine_equals_the_trainer(folder, graphs, tmp_path):

@@ -3,19 +3,11 @@
 Needs exported policies, named by ISOJAX_CARD_POLICIES as in `test_engine_on_card`.
 """
 
-import os
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from card_policies import FOLDERS, needs_policies
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-# Before JAX starts: the engine shares the card with the trainer.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").split(":") if name]
 CACHE_BYTES = 1 << 30
 
 
@@ -28,7 +20,7 @@ def _same(left, right) -> None:
             assert np.asarray(row).tobytes() == np.asarray(other.rows[place]).tobytes()
 
 
-@pytest.mark.skipif(not FOLDERS, reason="ISOJAX_CARD_POLICIES names no exported policy")
+@needs_policies
 # vLLM's allocator for sleep serves one engine a process, so the second one gets a process of its own.
 @pytest.mark.parametrize(("graphs", "separate"), [(True, False), (False, True)], ids=["graphs", "eager, own process"])
 def test_after_every_kind_of_sleep_the_engine_gives_the_same_bits(graphs, separate):

@@ -1,17 +1,10 @@
 """Every gate of `isojax verify --arch sm90` on a card, over the small policy or those of ISOJAX_CARD_POLICIES."""
 
-import os
-from pathlib import Path
-
 import pytest
+from card_policies import FOLDERS
 
 from bridge.gates import sm90_suite
 from bridge.gates.suite import CHECKS
-
-# Before JAX starts: the gates share the card with it.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").split(":") if name]
 
 
 @pytest.fixture(scope="module", params=[None, *FOLDERS], ids=lambda folder: folder.name if folder else "small")

@@ -17,18 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from card_policies import FOLDERS, needs_policies
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).parents[1])]
-# Before JAX starts: the engine shares the card with the trainer.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from bundle_damage import OTHER_PTXAS, damages, other_ptxas_on_both_sides, with_another_tile  # noqa: E402
 
-FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").split(":") if name]
 SETTINGS = {"max_sequences": 8, "kv_cache_bytes": 1 << 28, "cuda_graphs": False}
 DAMAGES = damages(with_another_tile)
 
-pytestmark = pytest.mark.skipif(not FOLDERS, reason="ISOJAX_CARD_POLICIES names no exported policy")
+pytestmark = needs_policies
 
 
 def _engine(folder: Path) -> None:

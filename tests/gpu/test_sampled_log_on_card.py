@@ -3,21 +3,14 @@
 ISOJAX_CARD_POLICIES names exported policies, as for test_engine_on_card.py.
 """
 
-import os
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from card_policies import FOLDERS, needs_policies
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").split(":") if name]
 TOKENS = 24
 
 
-@pytest.mark.skipif(not FOLDERS, reason="ISOJAX_CARD_POLICIES names no exported policy")
+@needs_policies
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_vllm_reports_what_the_log_holds(folder):
     from card_engine import proved_copy

@@ -3,24 +3,16 @@
 Needs exported policies, named by ISOJAX_CARD_POLICIES as in `test_engine_on_card`, and the installed plugin.
 """
 
-import os
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from card_policies import FOLDERS, needs_policies
 from served import ENVIRONMENT, REFUSED, against_trainer, card_arguments, require_refused, sampled, serving
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-# Before JAX starts: the server shares the card with the trainer.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-FOLDERS = [Path(name) for name in os.environ.get("ISOJAX_CARD_POLICIES", "").split(":") if name]
 CACHE_BYTES = 1 << 30
 MAX_TOKENS = 24
 
 
-@pytest.mark.skipif(not FOLDERS, reason="ISOJAX_CARD_POLICIES names no exported policy")
+@needs_policies
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_the_server_reports_the_trainers_bits_and_outlives_refused_requests(folder, graphs, tmp_path):

@@ -1,0 +1,20 @@
+"""The time that a kernel adds to a step, where launches overlap."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from step_kernels import added
+
+CHAINED = [(0.0, 10.0, "first"), (1.0, 14.0, "waits"), (2.0, 9.0, "inside"), (20.0, 25.0, "first")]
+
+
+@pytest.mark.parametrize("order", [CHAINED, CHAINED[::-1]])
+def test_a_kernel_that_waits_for_an_earlier_one_adds_what_it_takes_after_it(order):
+    found = added(order)
+    assert found == {"first": (2, 15.0), "waits": (1, 4.0), "inside": (1, 0.0)}
+    # All that is added is what the device was busy.
+    assert sum(us for _, us in found.values()) == 14.0 + 5.0
