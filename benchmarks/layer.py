@@ -62,7 +62,7 @@ def _kernels(compiler: Compiler, T: int, length: int, context: int) -> dict[str,
     rope_types = [((T, wide), b16), ((T, D), "float32"), tokens, cache, cache, ((D,), b16), ((D,), b16)]
     rope = _kernel(compiler, "paged_qk_norm_rope", rope_types, {"key_heads": K, "eps": EPS})
     attention_types = [((T, H, D), b16), cache, cache, ((T, -(-context // PAGE)), i32), tokens, tokens]
-    attention = _kernel(compiler, "paged_attention", attention_types, {"scale": D**-0.5, "split": 512})
+    attention = _kernel(compiler, "paged_decode_attention", attention_types, {"scale": D**-0.5, "split": 512})
 
     return {
         "add_norm": lambda t: add_norm(t["x"], t["residual"], t["norm"]),
