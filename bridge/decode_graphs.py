@@ -32,8 +32,9 @@ class _MarkedCapture(CudaGraphManager):
         return super().capture(marked, *arguments, **keywords)
 
 
-# In this order, so that the model's manager hands what it captures to the one that marks it.
-class DecodeGraphs(ModelCudaGraphManager, _MarkedCapture):
+# In this order, so that the model's manager hands what it captures to the one that marks it. The two overrides of
+# `capture` take what vLLM's own two take, which differ as much.
+class DecodeGraphs(ModelCudaGraphManager, _MarkedCapture):  # type: ignore[misc]
     """vLLM's manager with a second full graph of every size that decode steps are padded to.
 
     It is tried first, and fits where every request of a step has one token; then attention needs one kernel less.

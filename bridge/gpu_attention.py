@@ -64,7 +64,7 @@ class GpuAttentionBackend(IsojaxAttentionBackend):
 class GpuStepMetadata(AttentionMetadata):
     """vLLM's tensors of one step, and what the model made of them at its entry, for every layer.
 
-    decode: whether no request has more than one new token; of a graph, in no step that it is replayed for.
+    decode: whether no request has more than one new token, in this step or in any that a graph is replayed for.
     """
 
     batch: BatchTensors

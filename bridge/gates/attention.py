@@ -115,7 +115,9 @@ def compare_paged(launch: Launch, program: SealedProgram, pages: Pages, expected
         out = launch(program, operands)[0]
         at = 0
         for chunk in step:
-            what = f"{program.region} at {tokens_of(program)}, tokens {chunk.start} to {chunk.stop} of a step of {len(step)}"
+            what = (
+                f"{program.region} at {tokens_of(program)}, tokens {chunk.start} to {chunk.stop}, a step of {len(step)}"
+            )
             require_equal(out[at : at + chunk.tokens], expected[chunk.sequence][chunk.start : chunk.stop], what)
             at += chunk.tokens
         require_zero(out[at:], f"{program.region}, padding at {tokens_of(program)}")

@@ -189,7 +189,7 @@ def decode_attention(
 
         @pl.when(warpgroup == 0)
         def _compute() -> None:
-            # Where the launch before is the tiles', it only writes `out`: tokens are looked up and keys loaded meanwhile.
+            # The tiles' launch only writes `out`, so behind it tokens are looked up and keys loaded meanwhile.
             wait()
             nothing = softmax.empty_state(D)
 

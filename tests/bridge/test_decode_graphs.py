@@ -86,13 +86,32 @@ def test_a_decode_step_takes_its_graph_and_no_other_step_does(manager):
     assert ours.dispatch(12, 33, None, 0).cg_mode == CUDAGraphMode.NONE
 
 
+def test_the_worker_has_our_graphs_captured_in_place_of_vllms(manager, monkeypatch):
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from bridge.gpu_worker import IsojaxGpuWorker
+
+    vllms, _ = manager((8, 16, 32), 12)
+    captured = []
+    monkeypatch.setattr(
+        Worker, "compile_or_warm_up_model", lambda self: captured.append(self.model_runner.cudagraph_manager) or "times"
+    )
+    monkeypatch.setattr(Worker, "get_model", lambda self: SimpleNamespace(decode_buckets=(8, 16)))
+    worker = IsojaxGpuWorker.__new__(IsojaxGpuWorker)
+    state = SimpleNamespace(serving=False)
+    worker.model_runner = SimpleNamespace(cudagraph_manager=vllms, model_state=state)
+    assert worker.compile_or_warm_up_model() == "times"
+    assert _decode_tokens(captured.pop()) == [16, 8]
+    assert state.serving
+
+
 def test_without_graphs_there_is_nothing_to_capture(manager):
     _, ours = manager((), 8, mode=CUDAGraphMode.NONE)
     assert not ours.needs_capture()
 
 
 def test_what_a_capture_is_of_reaches_the_metadata_that_is_built_for_it(manager, monkeypatch):
-    """vLLM's loop over the graphs, on a machine without any: its dummy batches look like decode steps to all of them."""
+    """vLLM's loop over the graphs, on a machine without any: its dummy batches always look like decode steps."""
     _, ours = manager((8, 16, 32), 12)
     builder = GpuMetadataBuilder.__new__(GpuMetadataBuilder)
     common = SimpleNamespace(query_start_loc=None, slot_mapping=None, block_table_tensor=None, max_query_len=1)

@@ -116,7 +116,7 @@ def _calls(tokens: tuple[int, ...], rows: tuple[int, ...]):
         cache_, table = ((pages, page, K, D), "bfloat16"), ((requests, context // page), "int32")
         operands = (((T, N, D), "bfloat16"), cache_, cache_, table, *[((T,), "int32")] * 2)
         yield "paged_attention", operands, constants
-        if T <= 2 * requests:
+        if requests * 2 >= T:
             yield "paged_decode_attention", operands, constants
 
 
