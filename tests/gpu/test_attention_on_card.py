@@ -260,12 +260,12 @@ def test_decode_steps_without_tiles_equal_packed_and_pad_with_zeros(compiler, H,
     batch = Batch(LENGTHS, H, K, D)
     packed = batch.packed(compiler)
     last = [(number, length - 1, length) for number, length in enumerate(LENGTHS)]
-    for T, count in ((8, 7), (8, 1), (136, 100), (256, 256)):
+    cases = ((8, 7, {}), (8, 1, {}), (136, 100, {"blocks": 5}), (256, 256, {}), (256, 255, {"scratch_bytes": 0}))
+    for T, count, options in cases:
         wanted = [last[place * 3 % len(last)] for place in range(count)]
-        for options in ({}, {"scratch_bytes": 0}, {"blocks": 5}):
-            out = batch.paged(compiler, wanted, page, T, single_tokens_only=True, **options)
-            expected = torch.cat([packed[batch.rows(*each)] for each in wanted])
-            assert_equal_bits(out[:count], expected, f"{count} single tokens at {T}, {options}")
+        out = batch.paged(compiler, wanted, page, T, single_tokens_only=True, **options)
+        expected = torch.cat([packed[batch.rows(*each)] for each in wanted])
+        assert_equal_bits(out[:count], expected, f"{count} single tokens at {T}, {options}")
 
 
 def test_requests_with_several_tokens_are_nan_not_wrong_where_there_are_no_tiles(compiler):
