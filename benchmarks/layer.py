@@ -21,7 +21,7 @@ from pallas_kernels.seal import seal_program
 
 #: Qwen3-8B: query and key heads, head size, hidden and feed-forward sizes.
 H, K, D, HIDDEN, INNER = 32, 8, 128, 4096, 12288
-LAYERS, PAGE, EPS = 6, 16, 1e-6
+PAGE, EPS = 16, 1e-6
 
 
 @contextmanager
@@ -113,13 +113,15 @@ def main() -> None:
     parser.add_argument("--tokens", default="8,32,256")
     parser.add_argument("--length", type=int, default=384)
     parser.add_argument("--context", type=int, default=0, help="most tokens of a request, where --length is less")
+    parser.add_argument("--layers", type=int, default=6, help="with weights and caches of their own, in turn")
+    parser.add_argument("--rounds", type=int, default=9, help="of which a time is the median; many heat the card")
     arguments = parser.parse_args()
     context = max(arguments.context, arguments.length)
     torch.manual_seed(0)
     compiler = Compiler(torch.device("cuda:0"))
     rows: list[dict[str, Any]] = []
     for T in map(int, arguments.tokens.split(",")):
-        layers = [_tensors(T, arguments.length, context) for _ in range(LAYERS)]
+        layers = [_tensors(T, arguments.length, context) for _ in range(arguments.layers)]
         results = []
         for name, launches in (("chained", nullcontext()), ("unchained", _unchained())):
             with launches:
@@ -127,8 +129,10 @@ def main() -> None:
             results.append(_layer(kernels, layers[0]))
             timed = {name: partial(_layer, kernels)} | (kernels if name == "chained" else {})
             for what, run in timed.items():
-                us, spread = microseconds([lambda t=t, run=run: run(t) for t in layers], repeats=2 * LAYERS)
+                calls = [lambda t=t, run=run: run(t) for t in layers]
+                us, spread = microseconds(calls, repeats=2 * len(calls), rounds=arguments.rounds)
                 rows.append({"what": what, "T": T, "length": arguments.length, "context": context})
+                rows[-1] |= {"layers": arguments.layers, "rounds": arguments.rounds}
                 rows[-1] |= {"us": us, "spread_us": spread}
                 print(rows[-1], flush=True)
         rows[-1]["same_bits"] = torch.equal(*(result.view(torch.int16) for result in results))
