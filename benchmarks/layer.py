@@ -1,6 +1,6 @@
 """Times a decode layer in a CUDA graph, chained, not, and its kernels alone: python benchmarks/layer.py OUT.json.
 
-Chained launches overlap: the next kernel's blocks take their place, and fetch their first weights, while this one runs.
+Chained launches overlap: the next kernel's blocks take their place while this one runs.
 Layers' weights and caches rotate through more than the L2 cache.
 """
 

@@ -16,11 +16,9 @@ from jax import lax
 
 from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
-from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
+from pallas_kernels.matmul.hopper_weights import load_rows
 
 ROWS = 64
-#: Bytes of weights that a block fetches while the launch before still runs.
-AHEAD = 128 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,14 +163,6 @@ def small_matmul(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def ahead(*refs: jax.Ref) -> None:
-        @pl.when(lax.axis_index("warpgroup") == tile.warpgroups)
-        def _() -> None:
-            row, first = lax.axis_index("block") * block_rows, lax.axis_index("member") * steps
-            for k in range(min(steps, AHEAD // (2 * block_rows * tile.depth))):
-                columns = pl.ds((first + k) * tile.depth, tile.depth)
-                prefetch_rows(refs[1 : 1 + weight_parts], row, block_rows, columns)
-
     layout = swizzled(tile.depth)
     # A cluster's inbox is filled once, so with several blocks a tile there is no second tile.
     blocks = tiles if tile.parallel > 1 else min(tiles, sm_count())
@@ -189,7 +179,6 @@ def small_matmul(
         scratch.append(plgpu.Barrier(num_arrivals=tile.parallel - 1, num_barriers=tile.warpgroups))
     return chained_kernel(
         kernel,
-        ahead=ahead,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),
         grid_names=("block",),
