@@ -10,11 +10,11 @@ import pytest
 import torch
 from step_samples import PAGE, REQUEST_PAGES, REQUESTS, Step
 
+import bridge.torch_ops  # noqa: F401  (it registers the regions' ops)
 from bridge import gpu_attention
 from bridge.attention_backend import CachedAttention, StepMetadata
 from bridge.gpu_attention import GpuCachedAttention, GpuStepMetadata
 from bridge.step_inputs import StepInputs, StepOperands, smallest_bucket
-from bridge.torch_ops import register_all
 from contracts.errors import LaunchRefused
 
 BUCKETS = (8, 16)
@@ -79,7 +79,6 @@ def test_a_step_beyond_the_largest_bucket_is_refused_by_name():
 
 
 def test_the_cards_ops_write_and_read_the_cache_as_the_cpu_engine_does(monkeypatch):
-    register_all()
     H, K, D = 4, 2, 8
     step = Step([(0, 3), (6, 2)], tokens=8, requests=3)
     generator = torch.Generator().manual_seed(0)
