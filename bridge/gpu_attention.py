@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -22,6 +25,23 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 # T: tokens of the padded step, H: query heads, K: key heads, D: head dimension.
+
+DECODE_REGION = "paged_decode_attention"
+"""What takes the place of `paged_attention` in a step whose requests have one token each."""
+_captures_decode: ContextVar[bool] = ContextVar("captures_decode", default=False)
+
+
+@contextmanager
+def capturing(*, decode: bool) -> Iterator[None]:
+    """Metadata that is built inside for a graph's capture says decode or not, whatever vLLM's dummy batch looks like.
+
+    Elsewhere it says that the graph is not of decode steps, since it may be replayed for any.
+    """
+    token = _captures_decode.set(decode)
+    try:
+        yield
+    finally:
+        _captures_decode.reset(token)
 
 
 class GpuAttentionBackend(IsojaxAttentionBackend):
@@ -44,7 +64,7 @@ class GpuAttentionBackend(IsojaxAttentionBackend):
 class GpuStepMetadata(AttentionMetadata):
     """vLLM's tensors of one step, and what the model made of them at its entry, for every layer.
 
-    decode: whether no request has more than one new token.
+    decode: whether no request has more than one new token, in this step or in any that a graph is replayed for.
     """
 
     batch: BatchTensors
@@ -78,6 +98,10 @@ class GpuMetadataBuilder(AttentionMetadataBuilder[GpuStepMetadata]):
             block_table=common.block_table_tensor,
         )
         return GpuStepMetadata(batch, decode=common.max_query_len == 1)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> GpuStepMetadata:
+        """The metadata of a graph, see `capturing`."""
+        return replace(self.build(0, common_attn_metadata), decode=_captures_decode.get())
 
 
 class GpuCachedAttention(AttentionImpl):
@@ -116,7 +140,7 @@ class GpuCachedAttention(AttentionImpl):
         if found is None:
             tokens, head = cos_sin.shape
             return qkv.new_zeros(tokens, qkv.shape[1] // head - 2 * parameters["key_heads"], head)
-        keys, values, step = found
+        keys, values, step, _ = found
         return torch.ops.isojax.paged_qk_norm_rope(
             qkv, cos_sin, step.slots_T, keys, values, q_norm, k_norm, **parameters
         )
@@ -126,8 +150,10 @@ class GpuCachedAttention(AttentionImpl):
         found = self._pages_and_step()
         if found is None:
             return torch.zeros_like(query)
-        keys, values, step = found
-        return torch.ops.isojax.paged_attention(
+        keys, values, step, decode = found
+        ops = torch.ops.isojax
+        # The queries are what the launch before wrote; positions and requests are from the step's start, layers ago.
+        return (ops.paged_decode_attention if decode else ops.paged_attention)(
             query,
             keys,
             values,
@@ -142,13 +168,13 @@ class GpuCachedAttention(AttentionImpl):
         """vLLM's own entry, which nothing calls: the graph calls `write` and `attend`."""
         raise NotImplementedError("the policy's graph calls write and attend; vLLM's attention layers are not used")
 
-    def _pages_and_step(self) -> tuple[torch.Tensor, torch.Tensor, StepOperands] | None:
+    def _pages_and_step(self) -> tuple[torch.Tensor, torch.Tensor, StepOperands, bool] | None:
         metadata: GpuStepMetadata | None = step_metadata()
         if metadata is None:
             return None
         if self._key_pages is None or self._value_pages is None or metadata.operands is None:
             raise RuntimeError("attention before the KV cache was bound, or outside of the model's forward")
-        return self._key_pages, self._value_pages, metadata.operands
+        return self._key_pages, self._value_pages, metadata.operands, metadata.decode
 
 
 def _write(

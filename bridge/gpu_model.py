@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge.arrays import dtype_name
 from bridge.attention_backend import cached_attention_layers, step_metadata
-from bridge.gpu_attention import GpuAttentionBackend, GpuStepMetadata
+from bridge.gpu_attention import DECODE_REGION, GpuAttentionBackend, GpuStepMetadata
 from bridge.graphs import PolicyGraphs, region_names
 from bridge.handshake import ENGINE_CASES
 from bridge.jax_api import keep_off_the_card
@@ -77,6 +77,8 @@ class GpuPolicyModel(nn.Module):
         temperature = torch.tensor(self._temperature, dtype=torch.float32, device=device)
         self.register_buffer("temperature", temperature, persistent=False)
         self.inputs = StepInputs(buckets, shapes.max_requests, shapes.request_pages, shapes.page_size, device)
+        self.decode_buckets = tuple(bucket for bucket in buckets if bucket in shapes.decode_buckets)
+        """Tokens that the attention of decode steps is sealed for."""
         self._head_rows = shapes.head_rows
         for rows in self._head_rows:
             states = torch.zeros(rows, config.hidden_size, dtype=self.weights.dtype, device=device)
@@ -90,8 +92,8 @@ class GpuPolicyModel(nn.Module):
         self.tap: RowTap | None = None
         self.faults: list[Fault] = []
         """Always empty: a row that is not finite is known by its log-probability, without asking the device."""
-        # What was launched for a bucket when its graph was captured, which is what every replay launches.
-        self._launched: dict[int, Kernels] = {}
+        # What was launched for a bucket, in decode steps or in others, when its graph was captured: every replay does.
+        self._launched: dict[tuple[int, bool], Kernels] = {}
         self._launched_by_head: Kernels = {}
         self._served: dict[str, set[int]] = {}
 
@@ -124,7 +126,7 @@ class GpuPolicyModel(nn.Module):
         else:
             operands = metadata.operands = self.inputs.prepare(input_ids, positions, metadata.batch)
         bucket = operands.tokens_T.shape[0]
-        launched = {} if metadata is None else self._launched.setdefault(bucket, {})
+        launched = {} if metadata is None else self._launched.setdefault((bucket, metadata.decode), {})
         with LAUNCHERS.recording(launched):
             return self._hidden(operands.tokens_T, operands.positions_T)[:tokens]
 
@@ -150,17 +152,25 @@ class GpuPolicyModel(nn.Module):
         return self.weights.config.vocab_size
 
     def note_step(self, tokens: int, *, decode: bool) -> None:
-        """Counts a step of this many tokens as served, in a case. Called for real requests alone."""
-        case = "engine_decode" if decode else "engine_prefill"
-        self._served.setdefault(case, set()).add(self.inputs.bucket_of(tokens))
+        """Counts a step of this many tokens as served, in a case. Called for real requests alone.
+
+        A step of decoding that is padded to a size without decode's kernels runs, and counts as, a step of any kind.
+        """
+        bucket = self.inputs.bucket_of(tokens)
+        case = "engine_decode" if decode and (bucket, True) in self._launched else "engine_prefill"
+        self._served.setdefault(case, set()).add(bucket)
 
     def describe(self) -> dict[str, Any]:
         """Plain facts for the engine's report: dtypes as they are in memory, kernels that were compiled and ran."""
-        regions = region_names(self._hidden, self._head)
+        any_step = region_names(self._hidden, self._head)
+        decode_step = sorted(DECODE_REGION if name == "paged_attention" else name for name in any_step)
+        regions = dict(zip(ENGINE_CASES, (any_step, decode_step), strict=True))
         return {
-            "regions": regions,
-            "installed": {case: {name: sorted(LAUNCHERS.digests(name)) for name in regions} for case in ENGINE_CASES},
-            "served": {case: self._kernels_of(buckets) for case, buckets in self._served.items()},
+            "regions": any_step,
+            "installed": {
+                case: {name: sorted(LAUNCHERS.digests(name)) for name in names} for case, names in regions.items()
+            },
+            "served": {case: self._kernels_of(case, buckets) for case, buckets in self._served.items()},
             "device_kind": torch.cuda.get_device_name(self.weights.head.device),
             "temperature": float_bits(float(cast("torch.Tensor", self.temperature))),
             "rope_table_digest": rope_table_digest(cast("torch.Tensor", self.rope_table).cpu().numpy()),
@@ -183,9 +193,10 @@ class GpuPolicyModel(nn.Module):
         states[:rows] = hidden_NH
         return self._head(states)[:rows]
 
-    def _kernels_of(self, buckets: set[int]) -> dict[str, list[str]]:
+    def _kernels_of(self, case: str, buckets: set[int]) -> dict[str, list[str]]:
         found: Kernels = {}
-        for kernels in (self._launched_by_head, *(self._launched.get(bucket, {}) for bucket in buckets)):
+        decode = case == "engine_decode"
+        for kernels in (self._launched_by_head, *(self._launched.get((bucket, decode), {}) for bucket in buckets)):
             for region, digests in kernels.items():
                 found.setdefault(region, set()).update(digests)
         return {region: sorted(digests) for region, digests in found.items()}

@@ -88,8 +88,8 @@ def _set_graphs(vllm_config: VllmConfig, shapes: KernelShapes) -> None:
             "compilation_config.cudagraph_mode",
             compilation.cudagraph_mode.name,
             "FULL, or NONE to run without graphs",
-            "Piecewise graphs need torch.compile, which may fuse and reorder what the regions round; the attention "
-            "kernels take prefill and decode alike, so nothing is left for a graph of its own.",
+            "Piecewise graphs need torch.compile, which may fuse and reorder what the regions round; decode steps get "
+            "full graphs of their own beside those of FULL.",
         )
     compilation.cudagraph_mode = CUDAGraphMode.FULL
     step = vllm_config.scheduler_config.max_num_batched_tokens

@@ -1,4 +1,4 @@
-"""vLLM's CUDA worker with what isojax adds: requests checked after the warm-up, weights unknown after a deep sleep."""
+"""vLLM's CUDA worker with what isojax adds: decode graphs, checked requests, weights unknown after a deep sleep."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from bridge.decode_graphs import DecodeGraphs
 from bridge.policy_worker import PolicyWorker
 from bridge.sampled_log import SampledLog
 
@@ -18,6 +19,9 @@ class IsojaxGpuWorker(PolicyWorker, Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's warm-up and graph captures; from then on every request and every step counts."""
+        runner = cast("Any", self.model_runner)
+        # Made with the cache, captured below.
+        runner.cudagraph_manager = DecodeGraphs(runner.cudagraph_manager, self.policy.decode_buckets)
         result = super().compile_or_warm_up_model()
         self._state.serving = True
         return result

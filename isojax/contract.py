@@ -51,10 +51,22 @@ _OWNERS: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     # Under gradients SwiGLU ends what a call of the region matmul began.
     "gated_matmul": {"swiglu": CASES[:1], "gated_matmul": CASES[1:]},
 }
-# On a card the engine's kernel for this one also writes the cache.
-_SM90_OWNERS = {**_OWNERS, "qk_norm_rope": {"qk_norm_rope": TRAINER_CASES, "paged_qk_norm_rope": ENGINE_CASES}}
+# On a card the engine's kernel for the one also writes the cache, and steps of decoding have an attention of their own.
+_SM90_OWNERS = {
+    **_OWNERS,
+    "attention": {
+        "attention": TRAINER_CASES,
+        "paged_attention": ENGINE_CASES[:1],
+        "paged_decode_attention": ENGINE_CASES[1:],
+    },
+    "qk_norm_rope": {"qk_norm_rope": TRAINER_CASES, "paged_qk_norm_rope": ENGINE_CASES},
+}
 # The engine's graph takes the paged binding at the calls that the policy makes to the packed one.
-_AUDITED = {"paged_attention": "attention", "paged_qk_norm_rope": "qk_norm_rope"}
+_AUDITED = {
+    "paged_attention": "attention",
+    "paged_decode_attention": "attention",
+    "paged_qk_norm_rope": "qk_norm_rope",
+}
 
 
 def build_contract(

@@ -1,7 +1,7 @@
 """Regions: JAX primitives with a declared rounding schedule, one folder each."""
 
 from pallas_kernels import counters
-from pallas_kernels.attention import attention, paged_attention
+from pallas_kernels.attention import attention, paged_attention, paged_decode_attention
 from pallas_kernels.cast import cast
 from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.lm_head import log_prob_rows, token_log_probs
@@ -27,6 +27,7 @@ __all__ = [
     "matmul",
     "norm_gradient",
     "paged_attention",
+    "paged_decode_attention",
     "paged_qk_norm_rope",
     "qk_norm_rope",
     "region_of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,13 +84,21 @@ def _attention(q: Type, k: Type, v: Type, *others: Type, scale: float, split: in
 
 
 def _paged_attention(
-    q: Type, k_cache: Type, v_cache: Type, block_table: Type, *others: Type, scale: float, split: int
+    q: Type,
+    k_cache: Type,
+    v_cache: Type,
+    block_table: Type,
+    *others: Type,
+    scale: float,
+    split: int,
+    single_tokens_only: bool = False,
 ) -> Program:
     from pallas_kernels.attention.hopper import paged_attention_program
 
     (pages, page, K, D), (requests, request_pages) = k_cache[0], block_table[0]
     sizes = {"pages": pages, "page": page, "requests": requests, "request_pages": request_pages}
-    return paged_attention_program(*q[0][:2], K, D, **sizes, scale=scale, split=split)
+    options = {"scale": scale, "split": split, "single_tokens_only": single_tokens_only}
+    return paged_attention_program(*q[0][:2], K, D, **sizes, **options)
 
 
 def _log_prob_rows(x: Type, w: Type, temperature: Type, *, vocab_size: int) -> Program:
@@ -116,6 +124,7 @@ _PROGRAMS: Mapping[str, Callable[..., Program]] = {
     "paged_qk_norm_rope": _paged_qk_norm_rope,
     "attention": _attention,
     "paged_attention": _paged_attention,
+    "paged_decode_attention": partial(_paged_attention, single_tokens_only=True),
     "log_prob_rows": _log_prob_rows,
     "token_log_probs": _token_log_probs,
 }

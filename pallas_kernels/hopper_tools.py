@@ -41,7 +41,7 @@ def chained_kernel(body: Callable[..., None], **options: Any) -> Callable[..., t
 
 
 def early_kernel(body: Callable[..., None], **options: Any) -> Callable[..., tuple[jax.Array, ...]]:
-    """`plgpu.kernel` for a step right behind a `chained_kernel` of its program: its blocks work while that one runs.
+    """`plgpu.kernel` for a launch right behind a `chained_kernel`: its blocks work while that one runs.
 
     Before its references the body is given a function that waits for the launch before; a warpgroup of every block has
     to call it. Until then a block may read what earlier launches wrote, for the one before waited for them before it

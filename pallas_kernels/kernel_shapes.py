@@ -74,6 +74,15 @@ class KernelShapes:
         """Columns of the block table: pages that one request can hold."""
         return -(-self.max_context // self.page_size)
 
+    @property
+    def decode_buckets(self) -> tuple[int, ...]:
+        """Buckets of steps in which every request has one token: up to the first that holds all requests."""
+        return tuple(
+            bucket
+            for bucket, before in zip(self.token_buckets, (0, *self.token_buckets), strict=False)
+            if before < self.max_requests
+        )
+
     def for_context(self, max_position: int) -> KernelShapes:
         """These shapes with max_context filled in from a policy's longest context. Raises BadConfig beyond it."""
         if self.max_context > max_position:

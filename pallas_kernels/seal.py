@@ -28,7 +28,7 @@ ARCHITECTURE = "sm90"
 ALIGNMENT = 256
 
 #: Regions in whose kernels a product and the sum that takes it may be rounded as one. It is much of a softmax's time.
-FUSING = ("attention", "paged_attention")
+FUSING = ("attention", "paged_attention", "paged_decode_attention")
 
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 _FAST_MATH = "fastmath"

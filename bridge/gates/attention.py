@@ -13,6 +13,7 @@ from bridge.gates.families import Family, families, tokens_of
 from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
 from bridge.gates.histories import (
     BLOCKS,
+    PAGED,
     TILES,
     Histories,
     Pages,
@@ -20,8 +21,8 @@ from bridge.gates.histories import (
     make_histories,
     packed_batches,
     packed_operands,
-    paged_steps,
     sizes_of,
+    steps_of,
 )
 from pallas_kernels.kernel_shapes import TOKEN_STEP
 from pallas_kernels.seal import SealedProgram
@@ -34,7 +35,7 @@ def attention_bindings_gate(card: Card) -> str:
     """Paged attention gives packed attention's bits, in any packing, chunk or page, with stale NaN and padding."""
     found = families(card.bundle.programs)
     packed = [family for family in found if family.region == "attention"]
-    paged = [family for family in found if family.region == "paged_attention"]
+    paged = [family for family in found if family.region in PAGED]
     parts = check_all("attention_bindings", (part for family in packed for part in _parts(card, family, paged)))
     lengths = lengths_of(card, packed[0].largest)
     return f"{len(parts)} buckets over histories of {', '.join(map(str, lengths))} tokens; {caught(parts)}"
@@ -60,14 +61,14 @@ def _parts(card: Card, family: Family, paged: Sequence[Family]) -> Iterator[tupl
         for other in paged
         if other.largest.constants == largest.constants and sizes_of(other.largest) == sizes_of(largest)
     ]
-    if not same:
-        raise failed("attention", f"no paged form of {family}", "one", "The engine must have what the trainer has.")
+    for missing in set(PAGED) - {other.region for other in same}:
+        raise failed("attention", f"no {missing} of {family}", "one", "The engine must have what the trainer has.")
     for other in same:
         pages = Pages(other.largest, histories)
         for program in other.programs:
             check = partial(compare_paged, program=program, pages=pages, expected=expected)
             yield (
-                f"paged at {tokens_of(program)}",
+                f"{other.region} at {tokens_of(program)}",
                 partial(_check, card, program, check, lengths, program in other.ends),
             )
 
@@ -108,14 +109,15 @@ def compare_packed(
 
 
 def compare_paged(launch: Launch, program: SealedProgram, pages: Pages, expected: dict[int, torch.Tensor]) -> None:
-    """Single tokens, chunks and both mixed, each row against the packed form's."""
-    requests = program.buffers["block_table"].shape[0]
-    for step in paged_steps(pages.histories.lengths, tokens_of(program), requests):
+    """The steps that the form takes, each row against the packed form's."""
+    for step in steps_of(program, pages.histories.lengths):
         operands = pages.operands(program, step)
         out = launch(program, operands)[0]
         at = 0
         for chunk in step:
-            what = f"paged at {tokens_of(program)}, tokens {chunk.start} to {chunk.stop} of a step of {len(step)}"
+            what = (
+                f"{program.region} at {tokens_of(program)}, tokens {chunk.start} to {chunk.stop}, a step of {len(step)}"
+            )
             require_equal(out[at : at + chunk.tokens], expected[chunk.sequence][chunk.start : chunk.stop], what)
             at += chunk.tokens
-        require_zero(out[at:], f"paged padding at {tokens_of(program)}")
+        require_zero(out[at:], f"{program.region}, padding at {tokens_of(program)}")

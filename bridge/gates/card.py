@@ -18,6 +18,9 @@ Launch = Callable[[SealedProgram, Operands], tuple[torch.Tensor, ...]]
 WRITER = "paged_qk_norm_rope"
 """The region that writes keys and values into a cache's rows."""
 
+DECODE = "paged_decode_attention"
+"""The region whose kernel reads positions and requests while the launch before it runs."""
+
 
 @dataclass
 class Card:
@@ -40,6 +43,9 @@ class Card:
         _, run = self._made[id(program)]
         if program.region == WRITER:
             return _written(run, program, operands)
+        if program.region == DECODE and self.device.type == "cuda":
+            # In an engine whole layers lie between a step's positions and this; here they may be the launch before.
+            torch.cuda.synchronize(self.device)
         return run(*(operands[name] for name in program.operands))
 
     def altered(self, program: SealedProgram, constants: Mapping[str, Parameter]) -> SealedProgram:

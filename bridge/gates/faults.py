@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from bridge.gates.bits import require_caught
-from bridge.gates.card import Card, Launch, Operands, altered_call
+from bridge.gates.card import DECODE, Card, Launch, Operands, altered_call
 from isojax.kernels.calls import KernelCall, Parameter
 from pallas_kernels.hopper_regions import region_program
 from pallas_kernels.lm_head.hopper_sums import BLOCK
@@ -143,9 +143,9 @@ def _paged_attention(program: SealedProgram, longest: int) -> list[Fault]:
     pages = Fault("the neighbouring request's pages", spoil=lambda o: {"block_table": o["block_table"].roll(1, 0)})
     found = _attention(program, longest)
     heads = Fault("the neighbouring head's sums", step="combine", spoil=lambda o: {"acc": o["acc"].roll(1, 0)})
-    # A reference is made of one long chunk, and only single tokens go through the last two, through the third only
-    # those of several splits.
-    steps = [replace(found[0], step="tiles"), replace(found[0], step="decode", coarse=False)]
+    # The reference of both kinds of tokens is made of one long chunk, and only single tokens go through the last two,
+    # through the third only those of several splits.
+    steps = [replace(found[0], step="tiles"), replace(found[0], step="decode", coarse=program.region == DECODE)]
     if longest > int(dict(program.constants)["split"]):
         steps.append(replace(heads, coarse=False))
     return [*found, Fault("the mask off by one", spoil=masked), pages, *steps]
@@ -236,6 +236,7 @@ _FAULTS: dict[str, Callable[[SealedProgram, int], list[Fault]]] = {
     "paged_qk_norm_rope": _paged_qk_norm_rope,
     "attention": _attention,
     "paged_attention": _paged_attention,
+    "paged_decode_attention": _paged_attention,
     "log_prob_rows": _log_prob_rows,
     "token_log_probs": _token_log_probs,
 }

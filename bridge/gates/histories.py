@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from bridge.gates.card import DECODE
 from bridge.gates.operands import hazardous_rows
 from pallas_kernels.kernel_shapes import TOKEN_STEP
 from pallas_kernels.seal import SealedProgram
@@ -16,6 +17,12 @@ from pallas_kernels.seal import SealedProgram
 
 BLOCKS, TILES = (64, 128), (64, 128)
 """Positions of a block of keys and tokens of a tile of queries, of every form of the kernels."""
+
+
+PAGED = ("paged_attention", DECODE)
+"""The engine's forms: for any step, and for one in which every request has one token."""
+ATTENTION = ("attention", *PAGED)
+"""All forms."""
 
 
 class Chunk(NamedTuple):
@@ -167,6 +174,20 @@ class Pages:
         return found | {"request_of_token": owner, "positions": position}
 
 
+def steps_of(program: SealedProgram, lengths: Sequence[int]) -> Iterator[list[Chunk]]:
+    """Steps that a paged form takes: `paged_steps`, or `decode_steps` where requests have one token each."""
+    steps = decode_steps if program.region == DECODE else paged_steps
+    return steps(lengths, program.buffers["q"].shape[0], program.buffers["block_table"].shape[0])
+
+
+def decode_steps(lengths: Sequence[int], T: int, requests: int) -> Iterator[list[Chunk]]:
+    """Steps of single tokens: last ones in both orders, so at other places beside other requests, and earlier ones."""
+    last = [Chunk(sequence, length - 1, length) for sequence, length in enumerate(lengths)]
+    earlier = [Chunk(sequence, length // 3, length // 3 + 1) for sequence, length in enumerate(lengths)]
+    for chunks in (last, last[::-1], earlier):
+        yield from _steps(chunks, T, requests)
+
+
 def paged_steps(lengths: Sequence[int], T: int, requests: int) -> Iterator[list[Chunk]]:
     """Steps of at most T tokens: last tokens alone, the ends and the starts of sequences in chunks, and both mixed."""
     last, ends, odd = [], [], []
@@ -176,13 +197,17 @@ def paged_steps(lengths: Sequence[int], T: int, requests: int) -> Iterator[list[
         odd.append(Chunk(sequence, length // 3, min(length, length // 3 + max(1, T // 2 - 1))))
     mixed = [chunk for pair in zip(last, odd, strict=True) for chunk in pair]
     for chunks in (last, ends, odd, mixed):
-        step: list[Chunk] = []
-        for chunk in chunks:
-            if step and (sum(each.tokens for each in step) + chunk.tokens > T or len(step) == requests):
-                yield step
-                step = []
-            step.append(chunk)
-        yield step
+        yield from _steps(chunks, T, requests)
+
+
+def _steps(chunks: Sequence[Chunk], T: int, requests: int) -> Iterator[list[Chunk]]:
+    step: list[Chunk] = []
+    for chunk in chunks:
+        if step and (sum(each.tokens for each in step) + chunk.tokens > T or len(step) == requests):
+            yield step
+            step = []
+        step.append(chunk)
+    yield step
 
 
 def _nan(shape: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -6,7 +6,15 @@ import torch
 
 from bridge.gates.card import Card
 from bridge.gates.families import tokens_of
-from bridge.gates.histories import Pages, make_histories, packed_batches, packed_operands, paged_steps, sizes_of
+from bridge.gates.histories import (
+    ATTENTION,
+    Pages,
+    make_histories,
+    packed_batches,
+    packed_operands,
+    sizes_of,
+    steps_of,
+)
 from bridge.gates.operands import make_operands
 from pallas_kernels.kernel_shapes import TOKEN_STEP
 from pallas_kernels.seal import SealedProgram
@@ -14,7 +22,7 @@ from pallas_kernels.seal import SealedProgram
 
 def operands_of(card: Card, program: SealedProgram) -> dict[str, torch.Tensor]:
     """One full batch for this program, with hazards."""
-    if program.region not in ("attention", "paged_attention"):
+    if program.region not in ATTENTION:
         return make_operands(program, card.device, seed=5)
     shapes, tokens = card.bundle.shapes, tokens_of(program)
     longest = min(shapes.max_context, max(shapes.trainer_tokens) - TOKEN_STEP)
@@ -25,5 +33,4 @@ def operands_of(card: Card, program: SealedProgram) -> dict[str, torch.Tensor]:
     if program.region == "attention":
         batch = next(packed_batches(lengths, range(len(lengths)), tokens))
         return packed_operands(program, histories, batch)
-    steps = list(paged_steps(lengths, tokens, program.buffers["block_table"].shape[0]))
-    return Pages(program, histories).operands(program, max(steps, key=len))
+    return Pages(program, histories).operands(program, max(steps_of(program, lengths), key=len))

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from bridge.gates.bits import check_all, failed
-from bridge.gates.card import Card, Launch, Operands
+from bridge.gates.card import DECODE, Card, Launch, Operands
 from bridge.gates.families import Family, families, row_operands, tokens_of
 from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
-from bridge.gates.histories import Chunk, Pages, make_histories, packed_operands, sizes_of
+from bridge.gates.histories import ATTENTION, Chunk, Pages, make_histories, packed_operands, sizes_of
 from bridge.gates.operands import make_operands
 from pallas_kernels.seal import SealedProgram
 
@@ -39,7 +39,7 @@ def _parts(card: Card, family: Family) -> Iterator[tuple[str, Callable[[], list[
 
 
 def _check(card: Card, program: SealedProgram) -> list[Hit]:
-    if program.region in ("attention", "paged_attention"):
+    if program.region in ATTENTION:
         operands, expected, rows = _attention_case(card, program)
     else:
         made = make_operands(program, card.device, seed=7)
@@ -175,7 +175,7 @@ def _token_log_probs(operands: Operands, constants: Constants) -> list[Expected]
 
 
 def _attention_case(card: Card, program: SealedProgram) -> tuple[dict[str, torch.Tensor], list[Expected], slice]:
-    """A whole sequence of ordinary rows: packed, or as one chunk of queries at the end of its pages."""
+    """A whole sequence of ordinary rows: packed, or as one chunk of queries at the end of its pages, or one by one."""
     tokens, shapes = tokens_of(program), card.bundle.shapes
     longest = min(shapes.max_context, max(shapes.trainer_tokens) - 8, 700)
     length = min(longest, tokens - 8) if program.region == "attention" else longest
@@ -183,8 +183,13 @@ def _attention_case(card: Card, program: SealedProgram) -> tuple[dict[str, torch
     if program.region == "attention":
         operands, start = packed_operands(program, histories, [(0, 0)]), 0
     else:
-        start = max(0, length - tokens)
-        operands = Pages(program, histories).operands(program, [Chunk(0, start, length)])
+        # One by one each query is a request, all over the same pages; one request more has none.
+        requests = program.buffers["block_table"].shape[0]
+        most = max(1, min(tokens, requests - 1)) if program.region == DECODE else tokens
+        start = max(0, length - most)
+        chunks = [Chunk(0, at, at + 1) for at in range(start, length)]
+        chunks = chunks if program.region == DECODE else [Chunk(0, start, length)]
+        operands = Pages(program, histories).operands(program, chunks)
     expected = _attention(histories.q[0], histories.k[0], histories.v[0], float(dict(program.constants)["scale"]))
     value, tolerance = (part[start:] for part in expected)
     return operands, [(value, tolerance)], slice(0, length - start)

@@ -11,10 +11,9 @@ from bridge.gates.bits import bits, check_all, failed
 from bridge.gates.card import WRITER, Card, Launch, Operands
 from bridge.gates.families import Family, families, row_operands, tokens_of
 from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
+from bridge.gates.histories import ATTENTION
 from bridge.gates.operands import make_operands
 from pallas_kernels.seal import SealedProgram
-
-ATTENTION = ("attention", "paged_attention")
 
 
 def row_invariance_gate(card: Card) -> str:

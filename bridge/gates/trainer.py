@@ -11,15 +11,16 @@ import torch
 
 import pallas_kernels
 from bridge.gates.bits import check_all, failed, require_equal
-from bridge.gates.card import Card, Launch, Operands
+from bridge.gates.card import WRITER, Card, Launch, Operands
 from bridge.gates.families import Family, families, tokens_of
 from bridge.gates.faults import Hit, caught, faults_of, require_all_caught
+from bridge.gates.histories import PAGED
 from bridge.gates.inputs import operands_of
 from bridge.torch_ops import compiled
 from pallas_kernels.region import REGIONS
 from pallas_kernels.seal import SealedProgram
 
-ENGINE_ONLY = ("paged_attention", "paged_qk_norm_rope")
+ENGINE_ONLY = (*PAGED, WRITER)
 """Regions that no trainer calls."""
 DIFFERENTIATED: Mapping[str, Callable[..., jax.Array]] = {"gated_matmul": pallas_kernels.gated_matmul}
 """Regions that are other regions under gradients, and the functions that are differentiated."""

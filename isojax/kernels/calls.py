@@ -47,9 +47,13 @@ def _kernel_call(call: RegionCall) -> KernelCall:
 
 
 def _engine_calls(calls: tuple[RegionCall, ...], shapes: KernelShapes) -> Iterator[KernelCall]:
-    paged = {"attention": _paged_attention, "qk_norm_rope": _paged_qk_norm_rope}
     for call in calls:
-        yield paged[call.region](call, shapes) if call.region in paged else _kernel_call(call)
+        if call.region == "attention":
+            yield from _paged_attention(call, shapes)
+        elif call.region == "qk_norm_rope":
+            yield _paged_qk_norm_rope(call, shapes)
+        else:
+            yield _kernel_call(call)
 
 
 def _paged_qk_norm_rope(call: RegionCall, shapes: KernelShapes) -> KernelCall:
@@ -61,8 +65,8 @@ def _paged_qk_norm_rope(call: RegionCall, shapes: KernelShapes) -> KernelCall:
     return KernelCall("paged_qk_norm_rope", types, tuple(sorted(call.parameters.items())))
 
 
-def _paged_attention(call: RegionCall, shapes: KernelShapes) -> KernelCall:
-    """The same queries over a cache that holds the batch's own keys too."""
+def _paged_attention(call: RegionCall, shapes: KernelShapes) -> Iterator[KernelCall]:
+    """The same queries over a cache that holds the batch's own keys too, and as a step of decoding has them."""
     query, key = call.operands[:2]
     (tokens, _, _), dtype = query
     (_, key_heads, head_size), _ = key
@@ -70,4 +74,7 @@ def _paged_attention(call: RegionCall, shapes: KernelShapes) -> KernelCall:
     table = ((shapes.max_requests, shapes.request_pages), "int32")
     per_token = ((tokens,), "int32")
     types = (query, cache, cache, table, per_token, per_token)
-    return KernelCall("paged_attention", types, tuple(sorted(call.parameters.items())))
+    parameters = tuple(sorted(call.parameters.items()))
+    yield KernelCall("paged_attention", types, parameters)
+    if tokens in shapes.decode_buckets:
+        yield KernelCall("paged_decode_attention", types, parameters)

@@ -1,10 +1,13 @@
 """The attention regions: packed (varlen) for the trainer, paged for the engine, one schedule."""
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import cpu, vjp
-from pallas_kernels.attention.spec import BLOCK, PAGED_SPEC, SPEC
+from pallas_kernels.attention.spec import BLOCK, DECODE_SPEC, PAGED_SPEC, SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
 from pallas_kernels.rounding import check_floats
 
@@ -44,6 +47,7 @@ def _shape_rule(
 
 
 def _paged_shape_rule(
+    name: str,
     q: ShapeAndDtype,
     k_cache: ShapeAndDtype,
     v_cache: ShapeAndDtype,
@@ -56,13 +60,13 @@ def _paged_shape_rule(
 ) -> tuple[ShapeAndDtype, ...]:
     if len(k_cache[0]) != 4 or k_cache != v_cache or str(k_cache[1]) not in _cache_dtypes(str(q[1])):
         raise ValueError(
-            f"paged_attention needs two caches [pages, page, K, D] of q's dtype, or of int16 for bfloat16; "
+            f"{name} needs two caches [pages, page, K, D] of q's dtype, or of int16 for bfloat16; "
             f"got q {q}, {k_cache} and {v_cache}"
         )
-    _check_heads("paged_attention", q, k_cache[0][2], k_cache[0][3], split)
-    _check_tokens("paged_attention", q[0][0], request_of_token=request_of_token, positions=positions)
+    _check_heads(name, q, k_cache[0][2], k_cache[0][3], split)
+    _check_tokens(name, q[0][0], request_of_token=request_of_token, positions=positions)
     if len(block_table[0]) != 2 or str(block_table[1]) != "int32":
-        raise ValueError(f"paged_attention needs an int32 block table [R, P]; got {block_table}")
+        raise ValueError(f"{name} needs an int32 block table [R, P]; got {block_table}")
     return (q,)
 
 
@@ -84,9 +88,15 @@ PAGED_REGION = Region(
     operands=("q", "k_cache", "v_cache", "block_table", "request_of_token", "positions"),
     parameters={"scale": float, "split": int},
     results=("out",),
-    shape_rule=_paged_shape_rule,
+    shape_rule=partial(_paged_shape_rule, "paged_attention"),
     cpu=cpu.paged_attention,
     spec=PAGED_SPEC,
+)
+DECODE_REGION = dataclasses.replace(
+    PAGED_REGION,
+    name="paged_decode_attention",
+    shape_rule=partial(_paged_shape_rule, "paged_decode_attention"),
+    spec=DECODE_SPEC,
 )
 _call = differentiable(REGION, vjp.backward, vjp.keep)
 
@@ -129,3 +139,24 @@ def paged_attention(
     """
     operands = (q_THD, k_cache, v_cache, block_table_RP, request_of_token_T, positions_T)
     return PAGED_REGION.bind(*operands, scale=float(scale), split=split)
+
+
+def paged_decode_attention(
+    q_THD: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    block_table_RP: jax.Array,
+    request_of_token_T: jax.Array,
+    positions_T: jax.Array,
+    *,
+    scale: float,
+    split: int = 512,
+) -> jax.Array:
+    """`paged_attention` where every request has at most one token in the batch, as in a decode step: the same bits.
+
+    On a card rows of a request with several tokens are NaN, and `request_of_token_T` and `positions_T` must not be
+    results of the launch right before, which they are read beside; XLA gives no such promise, the engine's graph does.
+    Not differentiable. Raises ValueError for shapes.
+    """
+    operands = (q_THD, k_cache, v_cache, block_table_RP, request_of_token_T, positions_T)
+    return DECODE_REGION.bind(*operands, scale=float(scale), split=split)

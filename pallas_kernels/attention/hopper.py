@@ -58,6 +58,7 @@ def paged_attention_program(
     blocks: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
     staged_weights: bool = False,
+    single_tokens_only: bool = False,
 ) -> Program:
     """``(q, k_cache, v_cache, block_table, request_of_token, positions) -> out``, bit for bit as `attention_program`.
 
@@ -67,7 +68,8 @@ def paged_attention_program(
     tokens are spread over ``blocks`` blocks, by default as many as the card takes at once, and where a token has
     several they are merged by a third kernel. Where the states of all those splits could take more than
     ``scratch_bytes``, a token's splits stay together: then so many tokens are there that they fill the card without
-    that. Neither moves a bit.
+    that. Neither moves a bit. With ``single_tokens_only`` there is no kernel for requests with several tokens, whose
+    rows are NaN; ``positions`` and ``request_of_token`` must then not be results of the launch before.
     Raises ValueError for more rows of the caches than 32 bits can number.
     """
     # A cache may have more than 2^31 elements: its rows are only reached through TMA, which takes a row and a column of
@@ -84,9 +86,13 @@ def paged_attention_program(
     caches = dict.fromkeys(("k_cache", "v_cache"), (pages * page, K * D))
     read = ("q", "k_cache", "v_cache", "positions", "request_of_token", "block_table")
     operands = ("q", "k_cache", "v_cache", "block_table", "request_of_token", "positions")
-    options = {"single_tokens": False, "staged_weights": staged_weights}
-    tiles = tiled_attention(T, H, K, schedule, source, **options)
-    decode = decode_attention(parts, schedule, source, blocks=blocks or sm_count(), staged_weights=staged_weights)
+    decode_options = {"blocks": blocks or sm_count(), "first": single_tokens_only, "staged_weights": staged_weights}
+    decode = decode_attention(parts, schedule, source, **decode_options)
+    tiling: tuple[Step, ...] = ()
+    if not single_tokens_only:
+        options = {"single_tokens": False, "staged_weights": staged_weights}
+        tiles = tiled_attention(T, H, K, schedule, source, **options)
+        tiling = (Step("tiles", tiles, read, ("out",), {**caches, "q": (T, H * D), "out": (T, H * D)}),)
     states: tuple[str, ...] = ()
     merging: tuple[Step, ...] = ()
     if not parts.whole:
@@ -96,13 +102,11 @@ def paged_attention_program(
         # Few tokens spread over more blocks, many over larger ones.
         combine = combine_parts(parts, heads=1 if 16 * sm_count() >= parts.singles * H else parts.G)
         merging = (Step("combine", combine, (*states, "out"), ("out",), {"out": (T * H * D,)}),)
-    steps = (
-        Step("tiles", tiles, read, ("out",), {**caches, "q": (T, H * D), "out": (T, H * D)}),
-        # Over the zeros that the tiles left in the rows of single tokens, as the merge does.
-        Step("decode", decode, (*read, "out"), ("out", *states), {**caches, **dict.fromkeys(("q", "out"), (T * H, D))}),
-        *merging,
-    )
-    return Program(buffers, operands, ("out",), steps)
+    # Over the zeros that the tiles left in the rows of single tokens, as the merge does.
+    before = ("out",) if tiling else ()
+    views = {**caches, **dict.fromkeys(("q", "out"), (T * H, D))}
+    decoding = Step("decode", decode, (*read, *before), ("out", *states), views)
+    return Program(buffers, operands, ("out",), (*tiling, decoding, *merging))
 
 
 def _parts(T: int, H: int, K: int, D: int, singles: int, splits: int, scratch_bytes: int) -> Parts:

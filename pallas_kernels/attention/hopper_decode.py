@@ -37,15 +37,20 @@ def decode_attention(
     source: Paged,
     *,
     blocks: int,
+    first: bool = False,
     stages: int = 2,
     staged_weights: bool = False,
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """``(q [T*H, D], k, v, positions [T], owners [T], block_table, out [T*H, D]) -> (out[, acc, stats, merges])``.
+    """``(q [T*H, D], k, v, positions [T], owners [T], block_table[, out [T*H, D]]) -> (out[, acc, stats, merges])``.
 
     The kernel takes the tokens that are the only ones of their requests in the batch. Those of one part it finishes in
     place in ``out``; other rows it leaves alone. Unless parts are whole tokens, its further results are the states of
     the others' parts, in the shapes that ``parts`` names, which `combine_parts` merges. ``blocks`` is the size of the
     grid and moves no bit. The launch before must have none of these operands for its result but ``out``.
+
+    Where it is the ``first`` kernel of its program nothing wrote ``out`` before: rows of padding become zero, and rows
+    of a request with several tokens, which another program is for, NaN. Of its operands only positions and owners must
+    not be results of the launch before.
     """
     T, H, K, G = parts.T, parts.H, parts.K, parts.G
     D, B = schedule.D, schedule.block
@@ -63,8 +68,9 @@ def decode_attention(
     def kernel(wait: Callable[[], None], *refs: jax.Ref) -> None:
         names = iter(refs)
         q_RD, k_C, v_C, positions_T, owners_T, table = (next(names) for _ in range(6))
-        # The result as an operand: it is the same memory.
-        next(names)
+        if not first:
+            # The result as an operand: it is the same memory.
+            next(names)
         out_RD = next(names)
         acc, stats, merges = (None if parts.whole else next(names) for _ in range(3))
         q_plain, q_smem, k_smem, v_smem, results = (next(names) for _ in range(5))
@@ -77,6 +83,11 @@ def decode_attention(
         @pl.when(warpgroup == 1)
         def _load() -> None:
             singles = Singles(parts, schedule.split, positions_T, owners_T, *found)
+            # Nothing but positions and owners is read before this, and nothing written: what the launch before computes
+            # may be our queries and keys, and what it reads may be the memory that we were given for our results.
+            early_lookup = first and singles.chunks == 1
+            if first and not early_lookup:
+                wait()
             singles.prepare()
 
             def publish(made: jax.Array, *what: jax.Array) -> jax.Array:
@@ -111,6 +122,8 @@ def decode_attention(
                 *rest: jax.Array,
             ) -> tuple[jax.Array, ...]:
                 tokens = singles.number(chunk, count)
+                if early_lookup:
+                    wait()
 
                 def one_item(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     number, made, done = carry
@@ -176,9 +189,29 @@ def decode_attention(
 
         @pl.when(warpgroup == 0)
         def _compute() -> None:
-            # The launch before only writes `out`, so tokens are looked up and keys loaded meanwhile.
+            # The tiles' launch only writes `out`, so behind it tokens are looked up and keys loaded meanwhile.
             wait()
             nothing = softmax.empty_state(D)
+
+            def fill_other(row: jax.Array) -> None:
+                before, own, after = (owners_T[jnp.clip(row + step, 0, T - 1)] for step in (-1, 0, 1))
+                several = ((row > 0) & (before == own)) | ((row < T - 1) & (after == own))
+
+                @pl.when((row < T) & ((own < 0) | several))
+                def _() -> None:
+                    value = jnp.where(own < 0, jnp.float32(0), jnp.float32(jnp.nan))
+                    # The row before may still be on its way out.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    filled = plgpu.layout_cast(jnp.full((ROWS, D), value, jnp.float32), softmax.WGMMA)
+                    out_smem[...] = filled.astype(jnp.bfloat16)
+                    plgpu.commit_smem()
+                    for head in range(0, H, ROWS):
+                        heads = min(ROWS, H - head)
+                        into = out_RD.at[pl.ds(row * H + head, heads)]
+                        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, heads)], into)
+
+            if first:
+                lax.fori_loop(0, pl.cdiv(T, blocks), lambda turn, _: fill_other(turn * blocks + grid_block), None)
 
             def planned_item(made: jax.Array) -> tuple[jax.Array, ...]:
                 slot = lax.rem(made, jnp.int32(ahead))

@@ -50,3 +50,15 @@ PAGED_SPEC = Spec(
     hazards=_HAZARDS,
     cases=("engine_prefill", "engine_decode"),
 )
+DECODE_SPEC = Spec(
+    version="1",
+    operations=("causal softmax(q k^T * scale) v over each request's pages, where every request has one token",),
+    rounding=_ROUNDING,
+    constants=_CONSTANTS,
+    hazards=(
+        *_HAZARDS,
+        "a request with several tokens: on a card its rows are NaN",
+        "on a card positions and requests are read while the launch before runs, so it must not be what writes them",
+    ),
+    cases=("engine_decode",),
+)

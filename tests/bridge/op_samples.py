@@ -46,6 +46,10 @@ def sample(region: str, tokens: int = 9, dtype: torch.dtype = torch.bfloat16, se
         "swiglu": Sample((floats(tokens, 64),), {}),
         "attention": Sample((q, k, v, positions, segments, 3), softmax),
         "paged_attention": Sample((q, cache, other_cache, table, segments, positions), softmax),
+        # Every token is a request's only one, and all have the same pages.
+        "paged_decode_attention": Sample(
+            (q, cache, other_cache, table.repeat(tokens, 1), positions, positions), softmax
+        ),
         "log_prob_rows": Sample((floats(tokens, 16), floats(40, 16), temperature), {"vocab_size": 37}),
         "token_log_probs": Sample((floats(tokens, 16), floats(40, 16), targets % 37, temperature), {"vocab_size": 37}),
         "cast": Sample((floats(tokens, 16),), {"dtype": "float32"}),

@@ -144,7 +144,12 @@ def _tiles(program, *operands):
 
 
 def _decode(program, *operands):
-    out = operands[6].clone()
+    if len(operands) > 6:
+        out = operands[6].clone()
+    else:
+        # The program's first kernel.
+        out = torch.zeros_like(operands[0])
+        out[(operands[4] >= 0) & ~_single(operands[4])] = float("nan")
     if "acc" not in program.buffers:
         for row, states in _paged_states(program, operands, _single(operands[4])):
             out[row] = _merged(states)
@@ -236,4 +241,6 @@ FORMS = {
     ("paged_attention", "tiles"): _tiles,
     ("paged_attention", "decode"): _decode,
     ("paged_attention", "combine"): _combine,
+    ("paged_decode_attention", "decode"): _decode,
+    ("paged_decode_attention", "combine"): _combine,
 }

@@ -114,7 +114,10 @@ def _calls(tokens: tuple[int, ...], rows: tuple[int, ...]):
     yield "attention", (q, k, k, one, one, ((), "int32")), constants
     for T in tokens:
         cache_, table = ((pages, page, K, D), "bfloat16"), ((requests, context // page), "int32")
-        yield "paged_attention", (((T, N, D), "bfloat16"), cache_, cache_, table, *[((T,), "int32")] * 2), constants
+        operands = (((T, N, D), "bfloat16"), cache_, cache_, table, *[((T,), "int32")] * 2)
+        yield "paged_attention", operands, constants
+        if requests * 2 >= T:
+            yield "paged_decode_attention", operands, constants
 
 
 @cache
@@ -136,7 +139,9 @@ HEADS = {name for name in FORMS if name[0] in ("log_prob_rows", "token_log_probs
 FUSED = {name for name in HEADS if name[0] == "token_log_probs"}
 #: Of few tokens, and of more.
 GATED = {("gated_matmul", "matmul"), ("gated_matmul", "swiglu")}, {("gated_matmul", "gated_matmul")}
-ATTENTION = {name for name in FORMS if name[0] in ("attention", "paged_attention")}
+ATTENTION = {name for name in FORMS if "attention" in name[0]}
+#: Not the merge of a token's splits, of which the sample's reference has one.
+REFERENCE = {("attention", "attention"), ("paged_attention", "tiles"), ("paged_decode_attention", "decode")}
 
 
 @pytest.mark.slow
@@ -146,7 +151,7 @@ ATTENTION = {name for name in FORMS if name[0] in ("attention", "paged_attention
         ("row_invariance", HEADS | GATED[0]),
         ("fused_head", FUSED),
         ("attention_bindings", ATTENTION),
-        ("reference", HEADS | GATED[1] | {("attention", "attention"), ("paged_attention", "tiles")}),
+        ("reference", HEADS | GATED[1] | REFERENCE),
     ],
 )
 def test_a_gate_catches_a_fault_in_each_kernel_alone(gate, kernels):
@@ -155,7 +160,8 @@ def test_a_gate_catches_a_fault_in_each_kernel_alone(gate, kernels):
     found = dict(reversed(part.split()) for part in counted)
     assert found.keys() == {name if name == region else f"{region}.{name}" for region, name in kernels}
     if gate == "attention_bindings":
-        # One of each in both buckets.
+        # One of each in both buckets, and in the only one for steps of decoding.
+        assert found["paged_decode_attention.decode"] == found["paged_decode_attention.combine"] == "1"
         assert found["paged_attention.decode"] == found["paged_attention.combine"] == "2"
 
 

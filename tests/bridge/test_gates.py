@@ -11,7 +11,7 @@ from bridge.gates import sm90_suite, trainer
 from bridge.gates.bits import check_all, require_caught, require_equal
 from bridge.gates.families import families, tokens_of
 from bridge.gates.faults import Fault, faults_of, faulty_call
-from bridge.gates.histories import Chunk, lengths_around, packed_batches, paged_steps
+from bridge.gates.histories import Chunk, decode_steps, lengths_around, packed_batches, paged_steps
 from bridge.gates.operands import hazardous_rows
 from bridge.gates.suite import CHECKS, planted_calls
 from contracts.errors import DifferenceFound, ToolchainMismatch
@@ -53,6 +53,7 @@ def _last_bits(result: torch.Tensor) -> torch.Tensor:
         ("row_invariance", "gated_matmul", 8),
         ("row_invariance", "log_prob_rows", 16),
         ("attention_bindings", "paged_attention", 16),
+        ("attention_bindings", "paged_decode_attention", 8),
         ("attention_bindings", "attention", 128),
         ("fused_head", "log_prob_rows", 8),
         ("trainer_and_engine", "add_rms_norm", 128),
@@ -119,7 +120,11 @@ def test_programs_are_grouped_by_all_but_their_tokens():
     buckets = {
         family.region: tuple(map(tokens_of, family.programs)) for family in found if "attention" in family.region
     }
-    assert buckets == {"attention": SHAPES.trainer_tokens, "paged_attention": SHAPES.token_buckets}
+    assert buckets == {
+        "attention": SHAPES.trainer_tokens,
+        "paged_attention": SHAPES.token_buckets,
+        "paged_decode_attention": SHAPES.decode_buckets,
+    }
     (norms,) = [family for family in found if family.region == "rms_norm"]
     assert tuple(map(tokens_of, norms.programs)) == (*SHAPES.token_buckets, *SHAPES.trainer_tokens)
 
@@ -168,7 +173,12 @@ def test_histories_lie_around_every_boundary_and_fit_their_batches():
         assert all(sum(chunk.tokens for chunk in step) <= T and len(step) <= requests for step in steps)
         chunks = [chunk for step in steps for chunk in step]
         assert all(0 <= start < stop <= lengths[sequence] for sequence, start, stop in chunks)
-        assert {Chunk(number, length - 1, length) for number, length in enumerate(lengths)} <= set(chunks)
+        last = {Chunk(number, length - 1, length) for number, length in enumerate(lengths)}
+        assert last <= set(chunks)
+        steps = list(decode_steps(lengths, T, requests))
+        assert all(len(step) <= min(T, requests) for step in steps)
+        assert all(0 <= start == stop - 1 < lengths[sequence] for step in steps for sequence, start, stop in step)
+        assert last < {chunk for step in steps for chunk in step}
 
 
 def test_all_failures_of_a_gate_are_told_and_an_empty_gate_fails():
@@ -184,11 +194,12 @@ def test_all_failures_of_a_gate_are_told_and_an_empty_gate_fails():
         require_caught("a fault", lambda: None)
 
 
-def test_a_bundle_without_the_engines_form_proves_nothing():
+@pytest.mark.parametrize("region", ["paged_attention", "paged_decode_attention"])
+def test_a_bundle_without_one_of_the_engines_forms_proves_nothing(region):
     card = cpu_card()
-    trainer = tuple(program for program in card.bundle.programs if program.region != "paged_attention")
-    alone = dataclasses.replace(card, bundle=dataclasses.replace(card.bundle, programs=trainer))
-    with pytest.raises(DifferenceFound, match="no paged form"):
+    others = tuple(program for program in card.bundle.programs if program.region != region)
+    alone = dataclasses.replace(card, bundle=dataclasses.replace(card.bundle, programs=others))
+    with pytest.raises(DifferenceFound, match=f"no {region} of"):
         GATES["attention_bindings"](alone)
 
 

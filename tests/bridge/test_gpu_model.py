@@ -110,17 +110,34 @@ def test_more_tokens_than_any_bucket_holds_are_refused(engine):
         engine.model(torch.zeros(33, dtype=torch.int32), torch.zeros(33, dtype=torch.int64))
 
 
+def test_each_case_has_the_attention_of_its_steps(engine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(gpu_model, "ptxas_version", lambda: "none")
+    installed = engine.model.describe()["installed"]
+    attention = {case: {name for name in names if "attention" in name} for case, names in installed.items()}
+    assert attention == {"engine_prefill": {"paged_attention"}, "engine_decode": {"paged_decode_attention"}}
+    assert len(installed["engine_prefill"]) == len(installed["engine_decode"])
+
+
 def test_served_kernels_are_those_of_the_buckets_that_ran(engine):
     model = engine.model
-    model._launched.update({8: {"matmul": {"small"}}, 32: {"matmul": {"large"}}})
+    small = {"matmul": {"small"}}
+    model._launched.update(
+        {
+            (8, False): small | {"paged_attention": {"any"}},
+            (8, True): small | {"paged_decode_attention": {"single"}},
+            (32, False): {"matmul": {"large"}},
+        }
+    )
     model._launched_by_head.update({"log_prob_rows": {"head"}})
     model.note_step(5, decode=True)
     model.note_step(8, decode=False)
-    model.note_step(20, decode=False)
-    served = {case: model._kernels_of(buckets) for case, buckets in model._served.items()}
+    # Nothing of decode's own was launched for that many tokens, so it ran as any step does.
+    model.note_step(20, decode=True)
+    served = {case: model._kernels_of(case, buckets) for case, buckets in model._served.items()}
     assert served == {
-        "engine_decode": {"matmul": ["small"], "log_prob_rows": ["head"]},
-        "engine_prefill": {"matmul": ["large", "small"], "log_prob_rows": ["head"]},
+        "engine_decode": {"matmul": ["small"], "log_prob_rows": ["head"], "paged_decode_attention": ["single"]},
+        "engine_prefill": {"matmul": ["large", "small"], "log_prob_rows": ["head"], "paged_attention": ["any"]},
     }
 
 

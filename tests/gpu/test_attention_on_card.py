@@ -5,6 +5,7 @@ import torch
 from gpu_tools import assert_equal_bits, launcher, normal, relative_error
 
 from pallas_kernels.attention.hopper import attention_program, paged_attention_program
+from pallas_kernels.residual_add.hopper import residual_add_program
 
 SPLIT = 512
 
@@ -236,12 +237,47 @@ def test_tiles_and_chunks_of_the_lookup_that_hold_only_one_kind_of_token(compile
             at += stop - start
 
 
-def test_decode_which_starts_early_sees_what_was_written_just_before(compiler):
-    """Each operand is overwritten by the launch right before the region, queued so that nothing lies between them."""
+@pytest.mark.parametrize(("H", "K", "D"), HEADS)
+@pytest.mark.parametrize("page", [16, 128])
+def test_decode_steps_without_tiles_equal_packed_and_pad_with_zeros(compiler, H, K, D, page):
+    """What nothing wrote is NaN: `Batch.paged` poisons the memory of the result."""
+    batch = Batch(LENGTHS, H, K, D)
+    packed = batch.packed(compiler)
+    last = [(number, length - 1, length) for number, length in enumerate(LENGTHS)]
+    cases = ((8, 7, {}), (8, 1, {}), (136, 100, {"blocks": 5}), (256, 256, {}), (256, 255, {"scratch_bytes": 0}))
+    for T, count, options in cases:
+        wanted = [last[place * 3 % len(last)] for place in range(count)]
+        out = batch.paged(compiler, wanted, page, T, single_tokens_only=True, **options)
+        expected = torch.cat([packed[batch.rows(*each)] for each in wanted])
+        assert_equal_bits(out[:count], expected, f"{count} single tokens at {T}, {options}")
+
+
+def test_requests_with_several_tokens_are_nan_not_wrong_where_there_are_no_tiles(compiler):
+    batch = Batch(LENGTHS, 16, 2, 128)
+    packed = batch.packed(compiler)
+    wanted = [(3, 699, 700), (6, 7, 9), (5, 1299, 1300), (4, 0, 16), (0, 0, 1)]
+    out = batch.paged(compiler, wanted, 16, 24, single_tokens_only=True)
+    at = 0
+    for number, start, stop in wanted:
+        found = out[at : at + stop - start]
+        at += stop - start
+        if stop - start > 1:
+            assert bool(found.isnan().all())
+        else:
+            assert_equal_bits(found, packed[batch.rows(number, start, stop)], f"{number}, {start}")
+
+
+@pytest.mark.parametrize("single_tokens_only", [False, True])
+def test_decode_which_starts_early_sees_what_was_written_just_before(compiler, single_tokens_only):
+    """Each operand is overwritten by the launch right before the region, queued so that nothing lies between them.
+
+    Without tiles not requests and positions, which that kernel reads meanwhile.
+    """
     lengths, page, H, K, D = [40, 300, 512, 513, 900, 1300, 17, 129], 16, 32, 8, 128
     T, per = len(lengths), -(-max(lengths) // page)
     sizes = {"pages": T * per, "page": page, "requests": T, "request_pages": per}
-    run = launcher(compiler, paged_attention_program(T, H, K, D, **sizes, scale=D**-0.5, split=SPLIT))
+    options = {"scale": D**-0.5, "split": SPLIT, "single_tokens_only": single_tokens_only}
+    run = launcher(compiler, paged_attention_program(T, H, K, D, **sizes, **options))
     table = torch.arange(T * per, device="cuda", dtype=torch.int32).view(T, per)
     owner = torch.arange(T, device="cuda", dtype=torch.int32)
     position = torch.tensor(lengths, device="cuda", dtype=torch.int32) - 1
@@ -254,7 +290,7 @@ def test_decode_which_starts_early_sees_what_was_written_just_before(compiler):
     expected = [run(*operands)[0].clone() for operands in versions]
     assert not torch.equal(expected[0], expected[1])
     used = [operand.clone() for operand in versions[0]]
-    for last in range(len(used)):
+    for last in range(4 if single_tokens_only else len(used)):
         for turn in range(60):
             order = [*(place for place in range(len(used)) if place != last), last]
             # Long enough to queue all that follows.
@@ -262,6 +298,17 @@ def test_decode_which_starts_early_sees_what_was_written_just_before(compiler):
             for place in order:
                 used[place].copy_(versions[turn % 3][place])
             assert_equal_bits(run(*used)[0], expected[turn % 3], f"turn {turn}, operand {last} written last")
+    # As in an engine: queries come from a launch that lets this one start, and the result's memory may be what that
+    # one still reads.
+    add = launcher(compiler, residual_add_program(T, H * D))
+    for turn in range(60):
+        torch.cuda._sleep(2_000_000)
+        for place in (4, 5, 1, 2, 3):
+            used[place].copy_(versions[turn % 3][place])
+        x = versions[turn % 3][0].view(T, H * D) * 0.5
+        q = add(x, x.clone())[0].view(T, H, D)
+        del x
+        assert_equal_bits(run(q, *used[1:])[0], expected[turn % 3], f"turn {turn}, behind a chained launch")
 
 
 def test_a_sequence_off_the_row_step_is_nan_not_wrong(compiler):

@@ -39,3 +39,10 @@ def test_shapes_come_back_from_json_and_take_the_context_of_the_policy():
     assert KernelShapes(max_context=500).for_context(1000).max_context == 500
     with pytest.raises(BadConfig, match=r"max_context: found 2000.*at most 1000"):
         KernelShapes(max_context=2000).for_context(1000)
+
+
+@pytest.mark.parametrize(
+    ("requests", "buckets"), [(1, (8,)), (8, (8,)), (9, (8, 16)), (16, (8, 16)), (40, (8, 16, 64)), (999, (8, 16, 64))]
+)
+def test_decode_steps_have_the_buckets_that_hold_a_token_of_each_request(requests, buckets):
+    assert KernelShapes(token_buckets=(8, 16, 64), max_requests=requests).decode_buckets == buckets

@@ -29,6 +29,7 @@ def test_the_dense_family_is_declared():
         "swiglu",
         "attention",
         "paged_attention",
+        "paged_decode_attention",
         "log_prob_rows",
         "token_log_probs",
         "cast",

@@ -52,6 +52,10 @@ CALLS = {
         [_bf16(T, 2, D), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _int(3, 64), _int(T), _int(T)],
         {"scale": 0.125, "split": 512},
     ),
+    "paged_decode_attention": (
+        [_bf16(T, 2, D), _bf16(9, 16, 1, D), _bf16(9, 16, 1, D), _int(T, 64), _int(T), _int(T)],
+        {"scale": 0.125, "split": 512},
+    ),
     "log_prob_rows": ([_bf16(T, H), _bf16(1024, H), _HEAT], {"vocab_size": V}),
     "token_log_probs": ([_bf16(T, H), _bf16(1024, H), _int(T), _HEAT], {"vocab_size": V}),
 }
@@ -97,7 +101,7 @@ def test_a_product_and_a_sum_are_rounded_as_one_in_attention_alone(name):
     assert may == (name in FUSING)
 
 
-@pytest.mark.parametrize("name", ["attention", "paged_attention"])
+@pytest.mark.parametrize("name", ["attention", "paged_attention", "paged_decode_attention"])
 def test_no_row_of_a_matrix_copy_is_misaligned(name):
     """A card says `misaligned address`; the interpreter does not know."""
     operands, parameters = CALLS[name]
@@ -254,6 +258,24 @@ def test_head_sizes_whose_tiles_are_half_as_wide_are_lowered(head):
     sizes = {"pages": 64, "page": 16, "requests": 4, "request_pages": 8}
     program = paged_attention_program(8, 2, 1, head, **sizes, scale=0.1, split=512)
     assert len(seal_program("paged_attention", "1", {}, program).modules) == 2
+
+
+@pytest.mark.parametrize("head", [64, 128, 256])
+def test_the_program_of_decode_steps_is_the_others_without_tiles(head):
+    cache, counts = ((64, 16, 2, head), "bfloat16"), ((16,), "int32")
+    types = (((16, 4, head), "bfloat16"), cache, cache, ((16, 40), "int32"), counts, counts)
+    constants = {"scale": 0.1, "split": 512}
+    whole, decode = (
+        seal_region(REGIONS[name], types, constants) for name in ("paged_attention", "paged_decode_attention")
+    )
+    assert [module.name for module in whole.modules] == ["tiles", "decode", "combine"]
+    assert [module.name for module in decode.modules] == ["decode", "combine"]
+    assert decode.buffers == whole.buffers
+    assert decode.digests[1] == whole.digests[2]
+    # Nothing is there yet that it could write in place.
+    assert "out" not in decode.modules[0].operands
+    assert not decode.modules[0].aliases
+    assert decode.modules[1].aliases == whole.modules[2].aliases
 
 
 def test_contexts_of_one_split_need_no_merge():
