@@ -12,7 +12,6 @@ import torch
 from timing import microseconds, write_results
 
 from pallas_kernels.attention.hopper import attention_program, paged_attention_program
-from pallas_kernels.attention.hopper_source import Loads
 from pallas_kernels.program import Program
 from pallas_kernels.seal import seal_program
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
 H, K, D = 32, 8, 128
 DEVICE = "cuda"
-PLAIN = Loads()
-LOADS = tuple(field.name for field in dataclasses.fields(Loads))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,15 +27,13 @@ class Cache:
     """How an engine keeps what it has computed.
 
     page: positions a page. interleaved: a page of values behind each page of keys in one tensor, as vLLM holds them for
-    us, else a tensor of each. requests, context: rows of the page table and positions of a row, at least. loads: how
-    the kernels fetch pages.
+    us, else a tensor of each. requests, context: rows of the page table and positions of a row, at least.
     """
 
     page: int = 128
     interleaved: bool = False
     requests: int = 0
     context: int = 0
-    loads: Loads = PLAIN
 
     def sizes(self, count: int, length: int) -> dict[str, int]:
         """Of the sealed program, for ``count`` requests with ``length`` cached positions."""
@@ -52,8 +47,7 @@ class Cache:
 
     def program(self, T: int, count: int, length: int, split: int) -> Program:
         """Attention of a step of ``T`` tokens over this cache."""
-        options = {"scale": D**-0.5, "split": split, "loads": self.loads}
-        return paged_attention_program(T, H, K, D, **self.sizes(count, length), **options)
+        return paged_attention_program(T, H, K, D, **self.sizes(count, length), scale=D**-0.5, split=split)
 
     def tensors(self, count: int, length: int) -> Tensors:
         """Random keys and values on shuffled pages."""
@@ -71,8 +65,7 @@ class Cache:
 
     def named(self) -> dict[str, Any]:
         """For a row of results."""
-        used = [name for name in LOADS if getattr(self.loads, name)]
-        return {"page": self.page, "layout": "interleaved" if self.interleaved else "apart", "loads": used}
+        return {"page": self.page, "layout": "interleaved" if self.interleaved else "apart"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +115,6 @@ def decode(compiler: Compiler, count: int, length: int, split: int, cache: Cache
         lambda: run(q, *held.caches, held.table, owner, positions)[0][:count],
         lambda: flash_attention(q[:count], *held.library_caches, starts, 1, length, **keys),
     )
-    if cache.loads != PLAIN:
-        plain = dataclasses.replace(cache, loads=PLAIN).program(T, count, length, split)
-        found |= _same_bits(run, _launcher(compiler, "paged_attention", plain), q, held, owner, positions)
     moved = 2 * count * length * K * D * 2
     return {"what": f"decode {count} x {length}", **cache.named(), **found, "tb_per_s": moved / found["us"] / 1e6}
 
@@ -136,11 +126,7 @@ def prefill_step(compiler: Compiler, count: int, length: int, split: int, cache:
     owner = torch.arange(T, device=DEVICE, dtype=torch.int32) // length
     q, held = _bf16(T, H, D), cache.tensors(count, history)
 
-    def launcher(loads: Loads) -> Callable[..., tuple[torch.Tensor, ...]]:
-        program = dataclasses.replace(cache, loads=loads).program(T, count, history, split)
-        return _launcher(compiler, "paged_attention", program)
-
-    run = launcher(cache.loads)
+    run = _launcher(compiler, "paged_attention", cache.program(T, count, history, split))
     starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32) * length
     used = torch.full((count,), history, dtype=torch.int32, device=DEVICE)
     keys = {"seqused_k": used, "block_table": held.library_table[:count]}
@@ -148,8 +134,6 @@ def prefill_step(compiler: Compiler, count: int, length: int, split: int, cache:
         lambda: run(q, *held.caches, held.table, owner, positions)[0],
         lambda: flash_attention(q, *held.library_caches, starts, length, history, **keys),
     )
-    if cache.loads != PLAIN:
-        found |= _same_bits(run, launcher(PLAIN), q, held, owner, positions)
     flops = 4 * T * (behind + length / 2) * H * D
     what = {"what": f"prefill step {count} x {length}", "behind": behind, **cache.named()}
     return {**what, **found, "tflops": flops / found["us"] / 1e6}
@@ -164,18 +148,6 @@ def _launcher(compiler: Compiler, region: str, program: Program) -> Callable[...
     from bridge.launcher import Launcher
 
     return Launcher(seal_program(region, "1", {}, program), compiler)
-
-
-def _same_bits(
-    run: Callable[..., tuple[torch.Tensor, ...]],
-    plain: Callable[..., tuple[torch.Tensor, ...]],
-    q: torch.Tensor,
-    held: Tensors,
-    *others: torch.Tensor,
-) -> dict[str, bool]:
-    """Whether other loads leave every bit alone."""
-    ours, expected = (launch(q, *held.caches, held.table, *others)[0].view(torch.int16) for launch in (run, plain))
-    return {"same_bits": torch.equal(ours, expected)}
 
 
 def _against_library(ours: Callable[[], torch.Tensor], library: Callable[[], torch.Tensor]) -> dict[str, Any]:
@@ -232,9 +204,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", type=int, default=512)
     parser.add_argument("--page", type=int, nargs="+", default=[128], help="positions of a page, 16 in the engine")
     parser.add_argument("--layout", nargs="+", choices=("apart", "interleaved"), default=["apart"])
-    parser.add_argument(
-        "--loads", nargs="+", default=["plain"], help=f"plain, or some of {', '.join(LOADS)} joined by +"
-    )
     parser.add_argument("--requests", type=int, default=0, help="requests that a step may have, where it has fewer")
     parser.add_argument("--context", type=int, default=0, help="positions that a request may have, where it has fewer")
     parser.add_argument("--rows", default="", help="only rows whose name contains this, as 'decode 256'")
@@ -243,17 +212,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def caches(arguments: argparse.Namespace) -> list[Cache]:
-    """Every layout with every page size and way to load, those of one page size beside each other."""
+    """Every layout with every page size."""
     return [
-        Cache(page, layout == "interleaved", arguments.requests, arguments.context, loads=_loads(loads))
+        Cache(page, layout == "interleaved", arguments.requests, arguments.context)
         for page in arguments.page
         for layout in arguments.layout
-        for loads in arguments.loads
     ]
-
-
-def _loads(text: str) -> Loads:
-    return PLAIN if text == "plain" else Loads(**dict.fromkeys(text.split("+"), True))
 
 
 def rows(cache: Cache, decode_lengths: Sequence[int]) -> list[tuple[Any, ...]]:

@@ -1,14 +1,17 @@
 """Times a decode layer in a CUDA graph, chained, not, and its kernels alone: python benchmarks/layer.py OUT.json.
 
-Chained launches overlap: the next kernel's blocks take their place, and fetch their first weights, while this one runs.
+Chained launches overlap: the next kernel's blocks take their place while this one runs.
 Layers' weights and caches rotate through more than the L2 cache.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -17,67 +20,85 @@ from timing import microseconds, write_results
 from bridge.launcher import Compiler, Launcher
 from pallas_kernels import hopper_tools
 from pallas_kernels.hopper_regions import Type, region_program
-from pallas_kernels.seal import seal_program
+from pallas_kernels.seal import SealedProgram, seal_program
 
 #: Qwen3-8B: query and key heads, head size, hidden and feed-forward sizes.
 H, K, D, HIDDEN, INNER = 32, 8, 128, 4096, 12288
-LAYERS, PAGE, EPS = 6, 16, 1e-6
+PAGE, EPS = 16, 1e-6
+
+#: A region, its operands' types, its parameters.
+Call = tuple[str, list[Type], dict[str, Any]]
 
 
-@contextmanager
-def _unchained() -> Iterator[None]:
-    with mock.patch.object(hopper_tools, "follow"):
-        yield
+class Case(NamedTuple):
+    """T requests of ``length`` tokens, of which they may have ``context``. chained: whether launches overlap."""
+
+    T: int
+    length: int
+    context: int
+    chained: bool
 
 
-def _kernel(compiler: Compiler, name: str, types: list[Type], parameters: dict[str, Any]) -> Launcher:
-    return Launcher(seal_program(name, "1", parameters, region_program(name, tuple(types), parameters)), compiler)
+Tensors = dict[str, torch.Tensor]
+Kernels = dict[str, Callable[[Tensors], Any]]
 
 
 def _bf16(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").bfloat16() * 0.02
 
 
-Tensors = dict[str, torch.Tensor]
-
-
-def _kernels(compiler: Compiler, T: int, length: int, context: int) -> dict[str, Callable[[Tensors], Any]]:
-    """A layer's kernels over tensors by name, for T requests of ``length`` tokens, each with its last token.
-
-    context: the most tokens that a request may have, which the kernels are made for.
-    """
+def _sealed(case: Case) -> dict[str, SealedProgram]:
+    """A layer's kernels."""
+    T, length, context, chained = case
     b16, i32 = "bfloat16", "int32"
-    per = -(-length // PAGE)
-    hidden, cache = ((T, HIDDEN), b16), ((T * per, PAGE, K, D), b16)
+    hidden, cache = ((T, HIDDEN), b16), ((T * -(-length // PAGE), PAGE, K, D), b16)
     tokens, norm, wide = ((T,), i32), ((HIDDEN,), b16), (H + 2 * K) * D
+    table = ((T, -(-context // PAGE)), i32)
 
-    def matmul(columns: int, inner: int, leaves: int) -> Launcher:
+    def matmul(columns: int, inner: int, leaves: int) -> Call:
         types = [((T, inner), b16), ((columns, inner), b16)]
-        return _kernel(compiler, "matmul", types, {"leaves": leaves, "out_dtype": b16})
+        return "matmul", types, {"leaves": leaves, "out_dtype": b16}
 
-    add_norm = _kernel(compiler, "add_rms_norm", [hidden, hidden, norm], {"eps": EPS})
-    qkv, out = matmul(wide, HIDDEN, 1), matmul(HIDDEN, H * D, 4)
-    down = matmul(HIDDEN, INNER, 4)
-    gate_up = _kernel(compiler, "gated_matmul", [hidden, ((2 * INNER, HIDDEN), b16)], {})
     rope_types = [((T, wide), b16), ((T, D), "float32"), tokens, cache, cache, ((D,), b16), ((D,), b16)]
-    rope = _kernel(compiler, "paged_qk_norm_rope", rope_types, {"key_heads": K, "eps": EPS})
-    attention_types = [((T, H, D), b16), cache, cache, ((T, -(-context // PAGE)), i32), tokens, tokens]
-    attention = _kernel(compiler, "paged_decode_attention", attention_types, {"scale": D**-0.5, "split": 512})
+    attention_types = [((T, H, D), b16), cache, cache, table, tokens, tokens]
+    calls: dict[str, Call] = {
+        "add_norm": ("add_rms_norm", [hidden, hidden, norm], {"eps": EPS}),
+        "qkv": matmul(wide, HIDDEN, 1),
+        "rope": ("paged_qk_norm_rope", rope_types, {"key_heads": K, "eps": EPS}),
+        "attention": ("paged_decode_attention", attention_types, {"scale": D**-0.5, "split": 512}),
+        "out": matmul(HIDDEN, H * D, 4),
+        "gate_up": ("gated_matmul", [hidden, ((2 * INNER, HIDDEN), b16)], {}),
+        "down": matmul(HIDDEN, INNER, 4),
+    }
+    with nullcontext() if chained else mock.patch.object(hopper_tools, "follow"):
+        return {
+            what: seal_program(name, "1", parameters, region_program(name, tuple(types), parameters))
+            for what, (name, types, parameters) in calls.items()
+        }
+
+
+def _kernels(run: dict[str, Launcher], T: int) -> Kernels:
+    """A layer's kernels over tensors by name."""
+
+    def attend(t: Tensors) -> torch.Tensor:
+        (found,) = run["attention"](t["q"], t["keys"], t["values"], t["table"], t["owners"], t["positions"])
+        return found.view(T, H * D)
+
+    def rope(t: Tensors) -> tuple[torch.Tensor, ...]:
+        return run["rope"](t["packed"], t["angles"], t["slots"], t["keys"], t["values"], t["q_norm"], t["k_norm"])
 
     return {
-        "add_norm": lambda t: add_norm(t["x"], t["residual"], t["norm"]),
-        "qkv": lambda t: qkv(t["normed"], t["qkv"])[0],
-        "rope": lambda t: rope(t["packed"], t["angles"], t["slots"], t["keys"], t["values"], t["q_norm"], t["k_norm"]),
-        "attention": lambda t: attention(t["q"], t["keys"], t["values"], t["table"], t["owners"], t["positions"])[
-            0
-        ].view(T, H * D),
-        "out": lambda t: out(t["attended"], t["out"])[0],
-        "gate_up": lambda t: gate_up(t["normed"], t["gate_up"])[0],
-        "down": lambda t: down(t["inner"], t["down"])[0],
+        "add_norm": lambda t: run["add_norm"](t["x"], t["residual"], t["norm"]),
+        "qkv": lambda t: run["qkv"](t["normed"], t["qkv"])[0],
+        "rope": rope,
+        "attention": attend,
+        "out": lambda t: run["out"](t["attended"], t["out"])[0],
+        "gate_up": lambda t: run["gate_up"](t["normed"], t["gate_up"])[0],
+        "down": lambda t: run["down"](t["inner"], t["down"])[0],
     }
 
 
-def _layer(kernels: dict[str, Callable[[Tensors], Any]], t: Tensors) -> torch.Tensor:
+def _layer(kernels: Kernels, t: Tensors) -> torch.Tensor:
     normed, residual = kernels["add_norm"](t)
     packed = kernels["qkv"](t | {"normed": normed})
     q, keys, values = kernels["rope"](t | {"packed": packed})
@@ -113,22 +134,32 @@ def main() -> None:
     parser.add_argument("--tokens", default="8,32,256")
     parser.add_argument("--length", type=int, default=384)
     parser.add_argument("--context", type=int, default=0, help="most tokens of a request, where --length is less")
+    parser.add_argument("--layers", type=int, default=6, help="with weights and caches of their own, in turn")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=9, help="of which a time is the median; many heat the card")
     arguments = parser.parse_args()
     context = max(arguments.context, arguments.length)
     torch.manual_seed(0)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    tokens = [int(text) for text in arguments.tokens.split(",")]
+    cases = [Case(T, arguments.length, context, chained) for T in tokens for chained in (True, False)]
+    with ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool:
+        sealed = dict(zip(cases, pool.map(_sealed, cases), strict=True))
     compiler = Compiler(torch.device("cuda:0"))
     rows: list[dict[str, Any]] = []
-    for T in map(int, arguments.tokens.split(",")):
-        layers = [_tensors(T, arguments.length, context) for _ in range(LAYERS)]
+    for T in tokens:
+        layers = [_tensors(T, arguments.length, context) for _ in range(arguments.layers)]
         results = []
-        for name, launches in (("chained", nullcontext()), ("unchained", _unchained())):
-            with launches:
-                kernels = _kernels(compiler, T, arguments.length, context)
+        for name, chained in (("chained", True), ("unchained", False)):
+            programs = sealed[Case(T, arguments.length, context, chained)]
+            kernels = _kernels({what: Launcher(program, compiler) for what, program in programs.items()}, T)
             results.append(_layer(kernels, layers[0]))
-            timed = {name: partial(_layer, kernels)} | (kernels if name == "chained" else {})
+            timed = {name: partial(_layer, kernels)} | (kernels if chained else {})
             for what, run in timed.items():
-                us, spread = microseconds([lambda t=t, run=run: run(t) for t in layers], repeats=2 * LAYERS)
+                calls = [lambda t=t, run=run: run(t) for t in layers]
+                us, spread = microseconds(calls, repeats=2 * len(calls), rounds=arguments.rounds)
                 rows.append({"what": what, "T": T, "length": arguments.length, "context": context})
+                rows[-1] |= {"layers": arguments.layers, "rounds": arguments.rounds}
                 rows[-1] |= {"us": us, "spread_us": spread}
                 print(rows[-1], flush=True)
         rows[-1]["same_bits"] = torch.equal(*(result.view(torch.int16) for result in results))

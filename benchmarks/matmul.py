@@ -23,9 +23,12 @@ SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
 HEAD = (151936, 4096)
 
 SMALL = [
-    SmallTile(warpgroups=w, depth=d, stages=s, parallel=p, columns=c)
+    SmallTile(warpgroups=w, rows=r, depth=128, stages=s, parallel=p, columns=c)
     for c in (32, 8)
-    for w, d, s, p in ((1, 128, 6, 1), (2, 128, 4, 1), (1, 128, 4, 2), (2, 128, 4, 2))
+    for w, r, s, p in (
+        *((1, 64, 6, 1), (1, 64, 10, 1), (1, 48, 10, 1), (1, 32, 10, 1), (2, 64, 4, 1)),
+        *((1, 64, 4, 2), (1, 64, 6, 2), (1, 32, 8, 2), (2, 64, 4, 2)),
+    )
 ]
 LARGE = [
     *(LargeTile(columns=columns) for columns in (48, 64, 96, 128, 192, 256)),

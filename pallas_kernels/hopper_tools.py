@@ -18,29 +18,23 @@ SM_COUNT = 132
 SHARED_BYTES = 232448
 
 
-def follow(ahead: Callable[[], None] | None) -> None:
+def follow() -> None:
     """Waits for the launch before, and lets the next one take its place on the card while this one runs.
 
     In this order, since a launch that waits for the one before it then also knows those before that one as done.
     """
-    if ahead is not None:
-        ahead()
     plgpu.griddepcontrol_wait()
     plgpu.griddepcontrol_launch_dependents()
 
 
-def chained_kernel(
-    body: Callable[..., None], *, ahead: Callable[..., None] | None = None, **options: Any
-) -> Callable[..., tuple[jax.Array, ...]]:
+def chained_kernel(body: Callable[..., None], **options: Any) -> Callable[..., tuple[jax.Array, ...]]:
     """`plgpu.kernel`, whose blocks may be placed before the launch before has ended; they read nothing until then.
 
-    That hides part of a launch's cost and moves no bit. ``ahead``, given the same references, may
-    fetch into the L2 cache meanwhile, and nothing else: that cache is the same for all, so what is written there later
-    is what will be read.
+    That hides part of a launch's cost and moves no bit.
     """
 
     def kernel(*refs: jax.Ref) -> None:
-        follow(None if ahead is None else lambda: ahead(*refs))
+        follow()
         body(*refs)
 
     return plgpu.kernel(kernel, **options)
@@ -55,7 +49,7 @@ def early_kernel(body: Callable[..., None], **options: Any) -> Callable[..., tup
     """
 
     def kernel(*refs: jax.Ref) -> None:
-        body(lambda: follow(None), *refs)
+        body(follow, *refs)
 
     return plgpu.kernel(kernel, **options)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pallas_kernels.attention.hopper_decode import decode_attention
 from pallas_kernels.attention.hopper_parts import MOST_PARTS, Parts, combine_parts
 from pallas_kernels.attention.hopper_softmax import Schedule
-from pallas_kernels.attention.hopper_source import Loads, Packed, Paged
+from pallas_kernels.attention.hopper_source import Packed, Paged
 from pallas_kernels.attention.hopper_tiles import tiled_attention
 from pallas_kernels.hopper_tools import sm_count
 from pallas_kernels.program import Buffer, Program, Step
@@ -58,7 +58,6 @@ def paged_attention_program(
     blocks: int | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
     staged_weights: bool = False,
-    loads: Loads | None = None,
     single_tokens_only: bool = False,
 ) -> Program:
     """``(q, k_cache, v_cache, block_table, request_of_token, positions) -> out``, bit for bit as `attention_program`.
@@ -69,9 +68,8 @@ def paged_attention_program(
     tokens are spread over ``blocks`` blocks, by default as many as the card takes at once, and where a token has
     several they are merged by a third kernel. Where the states of all those splits could take more than
     ``scratch_bytes``, a token's splits stay together: then so many tokens are there that they fill the card without
-    that. Neither moves a bit, nor do ``loads``, by default `Loads` as it is. With ``single_tokens_only`` there is no
-    kernel for requests with several tokens, whose rows are NaN; ``positions`` and ``request_of_token`` must then not be
-    results of the launch before.
+    that. Neither moves a bit. With ``single_tokens_only`` there is no kernel for requests with several tokens, whose
+    rows are NaN; ``positions`` and ``request_of_token`` must then not be results of the launch before.
     Raises ValueError for more rows of the caches than 32 bits can number.
     """
     # A cache may have more than 2^31 elements: its rows are only reached through TMA, which takes a row and a column of
@@ -79,7 +77,7 @@ def paged_attention_program(
     if pages * page >= 2**31:
         raise ValueError(f"{pages} pages of {page} positions have more rows than 32 bits can number")
     schedule = Schedule(D, split, scale)
-    source = Paged(schedule.block, page, loads or Loads())
+    source = Paged(schedule.block, page)
     parts = _parts(T, H, K, D, min(T, requests), -(-request_pages * page // split), scratch_bytes)
     buffers = {"q": Buffer((T, H, D), "bfloat16"), "out": Buffer((T, H, D), "bfloat16")}
     buffers |= dict.fromkeys(("k_cache", "v_cache"), Buffer((pages, page, K, D), "bfloat16", True))

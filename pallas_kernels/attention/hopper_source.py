@@ -31,11 +31,6 @@ class Packed:
         """Copies that fill one block."""
         return 1
 
-    @property
-    def early(self) -> bool:
-        """Nothing is looked up."""
-        return False
-
     def pages(self, table: None, owner: jax.Array, start: jax.Array, last: jax.Array) -> list[jax.Array]:
         """Nothing."""
         return []
@@ -50,26 +45,15 @@ class Packed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loads:
-    """How a block's pages are fetched. None of it moves a bit.
-
-    With ``spread`` the loader's four warps issue a block's copies side by side; else its warpgroup issues one after the
-    other, all its threads in step before each. With ``early`` a block's pages are looked up while the one before it is
-    loaded. With ``skip`` no copy is made of pages beyond a sequence's last one; else that one is copied again.
-    """
-
-    spread: bool = False
-    early: bool = False
-    skip: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Paged:
-    """A cache of pages, k, v [pages * page, K*D], found through ``block_table`` [requests, pages of a request]."""
+    """A cache of pages, k, v [pages * page, K*D], found through ``block_table`` [requests, pages of a request].
+
+    A block's pages are looked up while the block before it is loaded, and the loader's four warps issue its copies side
+    by side.
+    """
 
     block: int
     page: int
-    loads: Loads = Loads()
 
     def __post_init__(self) -> None:
         if self.page % ROW_STEP:
@@ -82,11 +66,6 @@ class Paged:
         """Copies that fill one block."""
         return max(1, self.block // self.page)
 
-    @property
-    def early(self) -> bool:
-        """Whether a block's pages are looked up while the block before it is loaded."""
-        return self.loads.early
-
     def pages(self, table: jax.Ref, owner: jax.Array, start: jax.Array, last: jax.Array) -> list[jax.Array]:
         """The pages of the block of positions from ``start`` on. Where it has pages beyond ``last``, that one's."""
         piece = self.block // self.arrivals
@@ -97,27 +76,16 @@ class Paged:
     def rows(self, pages: list[jax.Array], first_row: jax.Array, start: jax.Array, last: jax.Array) -> list[jax.Array]:
         """The cache rows at which the pieces of the block of positions from ``start`` on begin.
 
-        Pieces beyond ``last`` repeat its page, or are below zero where they are skipped: there is no page to name, and
-        what they hold is masked or zeroed.
+        Pieces beyond ``last`` repeat its page: there is no page to name, and what they hold is masked or zeroed.
         """
         inside = lax.rem(start, jnp.int32(self.page)) if self.page > self.block else jnp.int32(0)
-        rows = [pl.multiple_of(page * self.page + inside, ROW_STEP) for page in pages]
-        if not self.skips:
-            return rows
-        piece = self.block // self.arrivals
-        kept = [jnp.where(start + number * piece <= last, row, -ROW_STEP) for number, row in enumerate(rows)]
-        return [pl.multiple_of(row, ROW_STEP) for row in kept]
-
-    @property
-    def skips(self) -> bool:
-        """Whether a row may be below zero."""
-        return self.loads.skip and self.arrivals > 1
+        return [pl.multiple_of(page * self.page + inside, ROW_STEP) for page in pages]
 
     def load(self, source: jax.Ref, rows: list[jax.Array], columns: pl.Slice, slot: jax.Ref, full: jax.Ref) -> None:
-        """Loads one block; each copy arrives at ``full``, also one that is skipped."""
+        """Loads one block; each copy arrives at ``full``."""
         piece = self.block // self.arrivals
-        if not self.loads.spread or len(rows) == 1:
-            _copy_pieces(source, rows, columns, slot, full, piece, skips=self.skips)
+        if len(rows) == 1:
+            _copy_pieces(source, rows, columns, slot, full, piece)
             return
 
         @plgpu.warp_map
@@ -126,9 +94,7 @@ class Paged:
                 own = rows[number::WARPS]
                 places = range(number, len(rows), WARPS)
                 pl.when(warp == number)(
-                    lambda own=own, places=places: _copy_pieces(
-                        source, own, columns, slot, full, piece, places, skips=self.skips
-                    )
+                    lambda own=own, places=places: _copy_pieces(source, own, columns, slot, full, piece, places)
                 )
 
 
@@ -153,14 +119,12 @@ def load_blocks(
     def one_block(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         done, *pages = carry
         slot, start = lax.rem(done, jnp.int32(stages)), block * B
-        pages = pages or source.pages(table, owner, start, last)
         # Used by the next block only, so nothing waits for them here.
-        following = source.pages(table, owner, start + B, last) if source.early else []
+        following = source.pages(table, owner, start + B, last)
         load(block, done, slot, source.rows(pages, first_row, start, last))
         return done + 1, *following
 
-    begun = source.pages(table, owner, first * B, last) if source.early else []
-    return lax.fori_loop(first, end, one_block, (done, *begun))[0]
+    return lax.fori_loop(first, end, one_block, (done, *source.pages(table, owner, first * B, last)))[0]
 
 
 def _copy_pieces(
@@ -171,14 +135,11 @@ def _copy_pieces(
     full: jax.Ref,
     piece: int,
     places: Sequence[int] | None = None,
-    *,
-    skips: bool = False,
 ) -> None:
     """Copies pieces, one from each of ``rows``, to ``places`` of a block, by default to all of them in order."""
     for number, row in zip(places or range(len(rows)), rows, strict=True):
         into = slot if piece == slot.shape[0] else slot.at[pl.ds(number * piece, piece)]
-        predicate = row >= 0 if skips else None
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, piece), columns], into, full, predicate=predicate)
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, piece), columns], into, full)
 
 
 def zero_rows(slot: jax.Ref, first: jax.Array, block: int, D: int) -> None:

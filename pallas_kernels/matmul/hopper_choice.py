@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pallas_kernels.hopper_tools import sm_count
 from pallas_kernels.matmul.hopper_cluster import ClusterTile
 from pallas_kernels.matmul.hopper_large import LargeTile
-from pallas_kernels.matmul.hopper_small import SmallTile
+from pallas_kernels.matmul.hopper_small import ROWS, SmallTile
 from pallas_kernels.matmul.hopper_table import MEASURED
 
 Tile = ClusterTile | LargeTile | SmallTile
 
 #: Up to this many tokens they are wgmma's N operand. Neither form nor tile moves a bit, so this is free to tune.
 SMALL_TOKENS = 64
+#: Up to this many columns four blocks share the leaves of a row: their products are shorter than what they exchange.
+NARROW = 1024
 #: Columns of a warpgroup's tile whose sums fit registers and shared memory, by leaves.
 WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
 #: Both products of a gated tile, whose sums are combined beside each other in the registers.
@@ -33,16 +35,27 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     """The tile for these shapes. within: columns that must be whole tiles, as where a bias is read along them."""
     depth = _depth(K, leaves)
     if T <= SMALL_TOKENS:
-        # With few rows too few blocks stream the weights: then two blocks share the leaves of a row. What they exchange
-        # costs less at the fewest tokens.
-        if leaves > 1 and T <= 8 and N <= 4096:
-            return SmallTile(depth=depth, stages=4, parallel=2, columns=8)
-        return SmallTile(depth=depth, stages=6, parallel=2 if leaves > 1 and N <= 2048 else 1)
+        return _small_tile(T, N, leaves, depth, whole=within > 0)
     measured = MEASURED.get((N, K, leaves), {}).get(T)
     if measured is not None and within % measured.block_columns == 0:
         return measured
     candidates = [tile for tile in _candidates(leaves, min(depth, 64)) if within % tile.block_columns == 0]
     return min(candidates, key=lambda tile: estimate(tile, T, N, K, leaves))
+
+
+def _small_tile(T: int, N: int, leaves: int, depth: int, *, whole: bool) -> SmallTile:
+    """For few tokens: what counts is that as many blocks as the card takes at once stream the weights.
+
+    Blocks share the leaves of a row where both then stream, and take fewer rows where there are still too few. whole:
+    only tiles of all rows that wgmma takes.
+    """
+    parallel = 1 if leaves == 1 or sm_count() < 2 * -(-N // ROWS) else min(leaves, 4 if N <= NARROW else 2)
+    fitting = [rows for rows in (16, 32, 48) if parallel * -(-N // rows) <= sm_count()]
+    rows = ROWS if whole or parallel > 2 or not fitting else fitting[0]
+    stages = (6 if rows == ROWS else 8) if parallel > 1 else 10
+    return SmallTile(
+        rows=rows, depth=depth, stages=stages, parallel=parallel, columns=8 if parallel > 1 and T <= 8 else 32
+    )
 
 
 def choose_gated_tile(T: int, I: int, K: int) -> LargeTile:  # noqa: E741

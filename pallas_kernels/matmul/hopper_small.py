@@ -16,11 +16,9 @@ from jax import lax
 
 from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
-from pallas_kernels.matmul.hopper_weights import load_rows, prefetch_rows
+from pallas_kernels.matmul.hopper_weights import load_rows
 
 ROWS = 64
-#: Bytes of weights that a block fetches while the launch before still runs.
-AHEAD = 128 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +28,12 @@ class SmallTile:
     ``warpgroups`` consumers take 64 weight rows each and share the tokens. ``parallel`` blocks of one cluster take
     neighbouring runs of leaves of the same rows and send their partial sums to the first block, which folds them.
     A product has at least ``columns`` columns, since wgmma takes longer for 16 or 24 of them than for 32. Those beyond
-    the last token hold whatever shared memory held; no other column depends on them and none is kept.
+    the last token hold whatever shared memory held; no other column depends on them and none is kept. So it is with
+    weight rows where a tile has fewer ``rows`` than the 64 that wgmma takes: more blocks then share the weights.
     """
 
     warpgroups: int = 1
+    rows: int = ROWS
     depth: int = 128
     stages: int = 6
     parallel: int = 1
@@ -41,7 +41,7 @@ class SmallTile:
 
     @property
     def block_columns(self) -> int:
-        return ROWS * self.warpgroups
+        return self.rows * self.warpgroups
 
 
 def small_matmul(
@@ -58,6 +58,10 @@ def small_matmul(
         raise ValueError(f"N={N} is not a multiple of 64")
     if K % (leaves * tile.depth):
         raise ValueError(f"K={K} is not a multiple of leaves={leaves} times the {tile.depth} columns of one step")
+    if tile.rows not in (16, 32, 48, ROWS):
+        raise ValueError(f"rows={tile.rows} is not a multiple of 16 up to {ROWS}")
+    if tile.rows < ROWS and (bias or tile.warpgroups > 1 or weight_parts > 1):
+        raise ValueError(f"rows={tile.rows} are fewer than {ROWS}: for one warpgroup, weights in one part and no bias")
     if leaves % tile.parallel:
         raise ValueError(f"leaves={leaves} do not divide over {tile.parallel} blocks")
     block_rows = tile.block_columns
@@ -68,9 +72,12 @@ def small_matmul(
     my_leaves = leaves // tile.parallel
     steps = leaf_steps * my_leaves
     P = max(T, tile.columns)
+    # Tokens that leave at once: of a tile that leaves some of its columns behind, those that lie together.
+    step = T if tile.rows == ROWS else 8
     out_bytes = tile.warpgroups * T * ROWS * jnp.dtype(out_dtype).itemsize
     inbox_bytes = (tile.parallel - 1) * tile.warpgroups * ROWS * T * 4
-    stages = fitting_stages(tile.stages, steps, 2 * tile.depth * (P + block_rows), out_bytes + inbox_bytes)
+    stage_bytes = 2 * tile.depth * (P + tile.warpgroups * ROWS)
+    stages = fitting_stages(tile.stages, steps, stage_bytes, out_bytes + inbox_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -91,7 +98,7 @@ def small_matmul(
 
                 def start(k: jax.Array, slot: jax.Array) -> None:
                     along_k = pl.ds((member * steps + k) * tile.depth, tile.depth)
-                    load_rows(weights, row, block_rows, along_k, w_smem.at[slot], full.at[slot])
+                    load_rows(weights, row, block_rows, along_k, w_smem.at[slot, pl.ds(0, block_rows)], full.at[slot])
                     plgpu.copy_gmem_to_smem(x_TK.at[:, along_k], x_smem.at[slot, pl.ds(0, T)], full.at[slot])
 
                 return fill(steps, stages, carry, empty, start)
@@ -122,7 +129,9 @@ def small_matmul(
                         total_RT, plgpu.Layout.WGMMA_TRANSPOSED
                     )
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_TN.at[:, pl.ds(row, ROWS)])
+                    for t in range(0, T, step):
+                        part = out_smem.at[warpgroup, pl.ds(t, step), pl.ds(0, tile.rows)]
+                        plgpu.copy_smem_to_gmem(part, out_TN.at[pl.ds(t, step), pl.ds(row, tile.rows)])
 
                 partial_RT = fold(leaf, my_leaves)
                 if tile.parallel == 1:
@@ -154,21 +163,13 @@ def small_matmul(
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def ahead(*refs: jax.Ref) -> None:
-        @pl.when(lax.axis_index("warpgroup") == tile.warpgroups)
-        def _() -> None:
-            row, first = lax.axis_index("block") * block_rows, lax.axis_index("member") * steps
-            for k in range(min(steps, AHEAD // (2 * block_rows * tile.depth))):
-                columns = pl.ds((first + k) * tile.depth, tile.depth)
-                prefetch_rows(refs[1 : 1 + weight_parts], row, block_rows, columns)
-
     layout = swizzled(tile.depth)
     # A cluster's inbox is filled once, so with several blocks a tile there is no second tile.
     blocks = tiles if tile.parallel > 1 else min(tiles, sm_count())
     scratch = [
         plgpu.SMEM((stages, P, tile.depth), jnp.bfloat16, transforms=layout),
-        plgpu.SMEM((stages, block_rows, tile.depth), jnp.bfloat16, transforms=layout),
-        plgpu.SMEM((tile.warpgroups, T, ROWS), jnp.dtype(out_dtype), transforms=swizzled(ROWS, out_dtype)),
+        plgpu.SMEM((stages, tile.warpgroups * ROWS, tile.depth), jnp.bfloat16, transforms=layout),
+        plgpu.SMEM((tile.warpgroups, T, ROWS), jnp.dtype(out_dtype), transforms=swizzled(tile.rows, out_dtype)),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         plgpu.Barrier(num_arrivals=tile.warpgroups, num_barriers=stages),
     ]
@@ -178,7 +179,6 @@ def small_matmul(
         scratch.append(plgpu.Barrier(num_arrivals=tile.parallel - 1, num_barriers=tile.warpgroups))
     return chained_kernel(
         kernel,
-        ahead=ahead,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),
         grid=(blocks,),
         grid_names=("block",),

@@ -77,12 +77,3 @@ def load_rows(
     @pl.when(row >= start)
     def _tail() -> None:
         copy(tail, row - start)
-
-
-def prefetch_rows(parts: Sequence[jax.Ref], row: jax.Array, rows: int, columns: pl.Slice) -> None:
-    """Fetches the same tile into the L2 cache; of a weight in two parts only what lies in the first."""
-    whole = parts[0]
-
-    @pl.when(row < whole.shape[0])
-    def _() -> None:
-        plgpu.async_prefetch(whole.at[pl.ds(row, rows), columns])

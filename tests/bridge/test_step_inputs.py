@@ -1,51 +1,27 @@
 """A step's operands from vLLM's device tensors: padding is inert, and attention over them is the CPU engine's own."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from step_samples import PAGE, REQUEST_PAGES, REQUESTS, Step
 
+import bridge.torch_ops  # noqa: F401  (it registers the regions' ops)
 from bridge import gpu_attention
 from bridge.attention_backend import CachedAttention, StepMetadata
 from bridge.gpu_attention import GpuCachedAttention, GpuStepMetadata
-from bridge.step_inputs import BatchTensors, StepInputs, StepOperands, smallest_bucket
+from bridge.step_inputs import StepInputs, StepOperands, smallest_bucket
 from contracts.errors import LaunchRefused
 
-PAGE = 4
 BUCKETS = (8, 16)
-REQUESTS, REQUEST_PAGES = 4, 3
 
 
 def _inputs() -> StepInputs:
     return StepInputs(BUCKETS, REQUESTS, REQUEST_PAGES, PAGE, torch.device("cpu"))
-
-
-class Step:
-    """Requests with (tokens before, new tokens), as vLLM lays them out, padded to `tokens` and to `requests`."""
-
-    def __init__(self, spans: list[tuple[int, int]], tokens: int | None = None, requests: int | None = None) -> None:
-        self.spans = spans
-        real = sum(new for _, new in spans)
-        tokens, requests = tokens or real, requests or len(spans)
-        starts = torch.tensor([0, *(new for _, new in spans)]).cumsum(0)
-        ends = torch.full((requests - len(spans),), real)
-        self.table = torch.zeros(requests, 8, dtype=torch.int32)
-        # What a graph's padding rows hold is left over from an earlier step.
-        self.ids = torch.full((tokens,), 77, dtype=torch.int32)
-        self.positions = torch.full((tokens,), 9, dtype=torch.int64)
-        slots = torch.full((tokens,), -1, dtype=torch.int64)
-        self.owner = torch.full((tokens,), -1, dtype=torch.int32)
-        at, block = 0, 1
-        for number, (before, new) in enumerate(spans):
-            needed = -(-(before + new) // PAGE)
-            self.table[number, :needed] = torch.arange(block, block + needed)
-            block += needed
-            for position in range(before, before + new):
-                self.ids[at], self.positions[at], self.owner[at] = 30 + at, position, number
-                slots[at] = int(self.table[number, position // PAGE]) * PAGE + position % PAGE
-                at += 1
-        self.blocks, self.real = block, real
-        self.batch = BatchTensors(torch.cat([starts, ends]).to(torch.int32), slots, self.table)
 
 
 def _prepare(inputs: StepInputs, step: Step) -> StepOperands:
@@ -78,6 +54,15 @@ def test_padding_is_inert_and_real_tokens_keep_their_places(step, bucket):
     expected = slots // PAGE * 2 * PAGE + slots % PAGE
     assert operands.slots_T.tolist() == expected.tolist() + [-1] * (bucket - real)
     assert torch.equal(operands.page_table_RP[: len(step.table)], 2 * step.table[:, :REQUEST_PAGES])
+
+
+def test_tritons_operands_are_the_plain_ones():
+    """Its interpreter, in a process of its own since Triton reads that setting when a kernel is declared."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("step_inputs_on_triton.py"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.stdout, done.returncode) == ("equal\n", 0), done.stderr
 
 
 def test_the_same_memory_serves_every_step_of_a_bucket():

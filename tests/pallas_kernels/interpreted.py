@@ -8,7 +8,6 @@ import dataclasses
 from unittest import mock
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
@@ -16,20 +15,9 @@ from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from pallas_kernels import hopper_tools
 from pallas_kernels.program import Program, Step
 
-COPY = plgpu.copy_gmem_to_smem
-
 
 class RaceFound(AssertionError):
     """Two accesses of one place that nothing orders, at least one of them a write."""
-
-
-def _copy_if(source, into, barrier, *, predicate=None, **options):
-    """A copy that may be left out, for which the interpreter has no rule: what is left out arrives all the same."""
-    if predicate is None:
-        COPY(source, into, barrier, **options)
-    else:
-        pl.when(predicate)(lambda: COPY(source, into, barrier, **options))
-        pl.when(jnp.logical_not(predicate))(lambda: plgpu.barrier_arrive(barrier))
 
 
 def interpret(program: Program, *operands: jax.Array, races: bool = True) -> tuple[jax.Array, ...]:
@@ -52,6 +40,5 @@ def interpret(program: Program, *operands: jax.Array, races: bool = True) -> tup
 
     # The interpreter has no rule for the wait, and runs one launch after the other anyway.
     mode = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=races))
-    copies = mock.patch.object(plgpu, "copy_gmem_to_smem", _copy_if)
-    with mock.patch.object(hopper_tools, "follow"), copies, mode:
+    with mock.patch.object(hopper_tools, "follow"), mode:
         return dataclasses.replace(program, steps=tuple(map(watched, program.steps))).run(*operands)

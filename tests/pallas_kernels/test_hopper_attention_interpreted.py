@@ -49,14 +49,9 @@ def test_attention_over_pages(options, split):
     _check_attention_over_pages(requests, 0, 32, split, options)
 
 
-@pytest.mark.parametrize("names", [("spread",), ("early",), ("skip",), ("spread", "early", "skip")], ids="+".join)
-def test_small_pages_however_they_are_loaded(names):
+def test_pages_smaller_than_a_block():
     """A last block of which pages are missing, full ones, and several requests after each other in one tile."""
-    from pallas_kernels.attention.hopper_source import Loads
-
-    requests = [(0, 1), (127, 1), (141, 1), (3, 5), (250, 10)]
-    options = {"blocks": 2, "loads": Loads(**dict.fromkeys(names, True))}
-    _check_attention_over_pages(requests, 0, 32, 128, options, page=32)
+    _check_attention_over_pages([(0, 1), (127, 1), (141, 1), (3, 5), (250, 10)], 0, 32, 128, {"blocks": 2}, page=32)
 
 
 @pytest.mark.parametrize("at", [506, 511])

@@ -46,6 +46,17 @@ def test_matmul(form):
     close(out, x.astype(jnp.float32) @ w.astype(jnp.float32).T + bias.astype(jnp.float32))
 
 
+@pytest.mark.parametrize("rows", [48, 32])
+@pytest.mark.parametrize("T", [8, 24])
+def test_few_rows_of_the_weights_a_block(T, rows):
+    from pallas_kernels.matmul.hopper import matmul_program
+    from pallas_kernels.matmul.hopper_small import SmallTile
+
+    x, w = normal(0, T, 512), normal(1, 192, 512)
+    (out,) = run(matmul_program(T, 192, 512, leaves=4, tile=SmallTile(rows=rows, stages=3)), x, w)
+    close(out, x.astype(jnp.float32) @ w.astype(jnp.float32).T)
+
+
 @pytest.mark.parametrize(
     ("T", "I", "columns"), [(8, 192, None), (8, 256, None), (72, 192, 64), (72, 192, 256), (264, 192, 192)]
 )
