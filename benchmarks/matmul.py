@@ -99,6 +99,7 @@ def measure(cases: list[Case], runs: dict[Case, Launcher]) -> list[dict[str, Any
         ours, our_spread = microseconds([lambda w=w, run=run: run(x, w) for w in weights])
         row: dict[str, Any] = {"T": T, "N": N, "K": K, "leaves": leaves, "tile": repr(case.tile)}
         row |= {"us": ours, "spread_us": our_spread, "cublas_us": cublas, "cublas_spread_us": spread}
+        row |= {"chosen": case.tile == choose_tile(T, N, K, leaves)}
         row |= {"ratio": ours / cublas, "floor_us": floor, "relative_error": error, "bits_as_the_first_tile": same}
         print(
             f"{T:6} {N:6} {K:6} {leaves} {ours:8.1f} {cublas:8.1f} {row['ratio']:.3f} {error:.1e} {same} {case.tile}",

@@ -12,7 +12,8 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 #: Each with the tokens from which and below which its rows are of today's kernels.
 MATMUL_FILES = {
-    "matmul_h200.json": (0, 2048),
+    "matmul_few_tokens_h200.json": (0, 129),
+    "matmul_h200.json": (129, 2048),
     "matmul_two_eight_leaves_h200.json": (0, 16385),
     "matmul_tiles_h200.json": (2048, 16385),
     "matmul_2048_h200.json": (2048, 16385),
@@ -23,12 +24,13 @@ FEW_TOKENS, MIDDLE_TOKENS, MIDDLE_AIM = 64, 512, 1.05
 COPY_AIM = 0.85
 PREFILL_AIM, DECODE_AIM = 1.15, 1.1
 #: A row of a later file stands only where no earlier one has it.
-ATTENTION_FILES = ("attention_prefill_h200.json", "attention_h200.json", "attention_page16_h200.json")
+ATTENTION_FILES = tuple(f"attention_{name}h200.json" for name in ("pages_", "prefill_", "", "page16_"))
 #: Each with the arms that are taken from it.
 ENGINE_FILES = {
     "engine_qwen3_8b_h200.json": ("isojax",),
     "engine_qwen3_8b_batch_invariant_h200.json": ("batch_invariant",),
-    "engine_qwen3_1b7_h200.json": ("isojax", "isojax_llm"),
+    "engine_qwen3_1b7_h200.json": ("isojax",),
+    "engine_qwen3_1b7_llm_h200.json": ("isojax_llm",),
 }
 ENGINE_AIMS = {"8x8192x64": 1.05}
 TRAINING_AIM = 1.05
@@ -63,9 +65,9 @@ Made by `benchmarks/performance.py` from the files in `benchmarks/results/`, whi
 command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs larger than the L2 cache; each time is a
 median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Ratios
 above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. Measured
-before kernels got their present form: the trainer, the decode layer, and of attention the rows of `attention_h200` that
-begin with prefill (before prefill's tiles joined splits under the next one's scores and the rotation started all its
-copies at once).
+before kernels got their present form: the trainer; `isojax_llm`; attention's rows of `attention_h200` and
+`attention_page16_h200`; matmuls of two and eight leaves up to 64 tokens, which had no tiles of fewer weight rows; norms
+and elementwise, which the compiler could still fuse; and the decode step by kernels, where attention had a third one.
 """
 
 
@@ -74,8 +76,9 @@ Ratios of medians in one run; vLLM 0.26, pages of 16 positions. `isojax` is a ro
 hands out every token with its log-probability; `isojax_llm` is the same engine asked for them through `vllm.LLM`, as
 stock vLLM is. Where seconds are far above device time, the engine waits for the host: of 256 requests stock vLLM ranks
 and wraps every token's value at every step, a rollout keeps them on the device (`bridge/sampled_log.py`). vLLM's
-batch-invariant mode was measured beside stock vLLM in a run of its own. On 1.7B shapes, where the host sets the pace,
-seconds of two runs lie up to 22% apart; on 8B shapes 1%, of stock vLLM's 256 requests 4%.
+batch-invariant mode and `isojax_llm` were measured beside stock vLLM in runs of their own. On 8B shapes seconds of two
+runs lie 1% apart, of stock vLLM's 256 requests 16%. On 1.7B shapes the host sets the pace, and hosts differ: asked for
+one request on another machine, `isojax_llm` took 0.62.
 """.strip()
 
 
@@ -89,14 +92,18 @@ once, no faster where there are gradients, and no longer in the benchmark.
 _MISSES = """
 ## What misses its aim
 
-- **256 requests on Qwen3-8B's shapes, device time: 1.07.** Of a layer's 307 us in that step, decode attention takes 116
-  (3.1 TB/s counted over about 350 positions, of which blocks of 128 copy 384; alone, in the table above, 3.7 at 384 and
-  in one split), gate, up and SwiGLU 79, the two products of four leaves 67, the first 23. Tried: gate, up and SwiGLU in
-  one kernel and tiles of 128 rows, both kept; the next weights fetched into L2 from a side branch of the graph, or by
-  the waiting kernel itself, without gain. In seconds a rollout is faster than stock vLLM: 0.89.
-- **8 prompts of 8192 tokens, seconds: 1.06 and 1.09** (1.05 is the aim), while a decode step is faster: prefill pays.
-  Two sequences of 1024 take attention 44 us packed and 58 over pages of 16, vLLM's own size and ours; products of four
-  leaves cost up to 6% of cuBLAS's time at 2048 tokens.
+- **256 requests on Qwen3-8B's shapes, device time: 1.03.** The card is at its power limit: while ours decode it draws
+  692 W at 1635 of 1980 MHz, capped in all 43 samples; while stock vLLM's do, 671 W at 1830 MHz, because between its
+  steps the card waits for the host (`engine_power_qwen3_8b_h200.json`). Alone, at full clock, a layer takes 272 us (the
+  table above), 9.8 ms for 36. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without
+  attention's first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain. What is
+  left is energy: decode attention has 4 query heads a key head, and the tensor cores multiply 64 rows for them. In
+  seconds a rollout takes 0.87 of stock vLLM's.
+- **8 prompts of 8192 tokens on 8B shapes, seconds: 1.053** (1.05; on 1.7B shapes 1.04), while a decode step is faster:
+  prefill pays, at the power limit in both arms. Attention over pages of 16 takes 1.09 to 1.23 of FlashAttention 3's
+  time there (packed 0.97 to 1.19), products of four leaves up to 1.06 of cuBLAS's at 2048 tokens.
+- **One request on 1.7B shapes, seconds: 1.09**, device time 0.79. A step takes 1.4 ms on the card and 2.7 ms in all:
+  the rest is the host's, outside of the graph, where the head's kernels, the draw and the log are launched one by one.
 - **Prefill attention, 1 x 8192: 1.19** (1.15). Three changes brought it from 1016 to 941 us: the next head's queries
   and keys come while one is computed, a split joins the earlier ones under the next one's scores, a mask costs two
   instructions. What sets the pace is the chain of one warpgroup (scores, softmax, weights), not the tensor cores; the
@@ -106,9 +113,9 @@ _MISSES = """
   in registers or shared memory until it is added, which leaves room for narrower tiles only. Leaves in runs of two or
   four, sums in shared memory, two warpgroups a tile and clusters were tried; the committed tile is the fastest. Of a
   Qwen3 layer only the last products of attention and feed-forward have leaves.
-- **Matmul, (6144, 4096) up to 64 tokens**: 1.02 to 1.07. 96 tiles of 64 rows leave 36 multiprocessors idle; tiles of
-  two warpgroups, clusters and deeper pipelines were slower. **Eight leaves at 64 tokens**: up to 1.7; no shipped policy
-  has eight.
+- **Matmul up to 64 tokens**: within the aim but for the head of 64 rows, 1.01, where two warpgroups a tile measured
+  0.98 and are not committed yet, and 24576 columns in four leaves, 1.01. **Eight leaves at 64 tokens**: up to 1.7; no
+  shipped policy has eight.
 """.strip()
 
 
@@ -121,7 +128,8 @@ def _matmul() -> str:
     best: dict[tuple[int, ...], dict[str, Any]] = {}
     for name, (first, end) in MATMUL_FILES.items():
         for row in _load(name)["rows"]:
-            if not first <= row["T"] < end:
+            # Of a file with all tiles those that are not committed are left out where it says which.
+            if not first <= row["T"] < end or not row.get("chosen", True):
                 continue
             key = (row["N"], row["K"], row["T"], row["leaves"])
             if key not in best or row["ratio"] < best[key]["ratio"]:
