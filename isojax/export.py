@@ -1,10 +1,8 @@
 """Write a policy as a folder that vLLM, transformers and isojax load: weights, tokenizer, rope table, contract."""
 
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -19,6 +17,7 @@ from isojax.policy.policy import Parameters, Policy
 from isojax.weights.load import ROPE_FILE, ROPE_TENSOR
 from isojax.weights.names import unpack
 from isojax.weights.safetensors import INDEX_FILE, SINGLE_FILE, write_tensors
+from isojax.whole_folder import appearing_whole
 from pallas_kernels.store import save_bundle
 
 CONFIG_FILE = "config.json"
@@ -52,7 +51,7 @@ def export_policy(
     if params is not None:
         policy.check_parameters(params)
     contract = build_contract(policy, tokenizer=tokenizer_files, arch=arch, temperature=temperature, kernels=kernels)
-    with _appearing_whole(target) as partial:
+    with appearing_whole(target) as partial:
         _write(partial, policy, tokenizer_files)
         if params is not None:
             write_weights(partial, policy, params)
@@ -70,7 +69,7 @@ def copy_policy(source: str | Path, folder: str | Path) -> None:
     """
     origin, target = Path(source), Path(folder).resolve()
     check_target(target)
-    with _appearing_whole(target) as partial:
+    with appearing_whole(target) as partial:
         for path in (*origin.iterdir(), *(origin / KERNELS_FOLDER).rglob("*")):
             if path.is_file():
                 place = partial / path.relative_to(origin)
@@ -143,24 +142,3 @@ def _write(folder: Path, policy: Policy, tokenizer_files: Mapping[str, bytes]) -
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _appearing_whole(target: Path) -> Iterator[Path]:
-    """A new folder to write into, which gets the name `target` once the block has ended well."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        _replace(target, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _replace(target: Path, partial: Path) -> None:
-    """Put the finished folder in place; an older one goes only after the new one has its name."""
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(partial, target)
-    shutil.rmtree(old, ignore_errors=True)

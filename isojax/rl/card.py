@@ -97,11 +97,19 @@ def is_proved_for_run(source: Path, config: Config, wanted: KernelShapes) -> boo
 
 
 def seal_for_run(policy: Policy, shapes: KernelShapes) -> Bundle:
-    """The policy's kernels for these shapes, lowered on all cores with a progress bar. Raises as `seal_policy`."""
-    # Imported here: a run on a CPU needs nothing of the kernels' compiler.
-    from isojax.kernels.sealing import seal_policy
+    """The policy's kernels for these shapes, lowered on all cores with a progress bar. Raises as `seal_policy`.
 
-    return seal_policy(policy, shapes, processes=os.cpu_count() or 1, show_progress=True)
+    What an earlier run sealed is taken from the folder of JAX's compilation cache, where there is one.
+    """
+    # Imported here: a run on a CPU needs nothing of the kernels' compiler.
+    from isojax.kernels.kept import kept_or_sealed
+
+    folder = _compiled_folder()
+    return kept_or_sealed(policy, shapes, Path(folder) if folder else None, processes=os.cpu_count() or 1)
+
+
+def _compiled_folder() -> str | None:
+    return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
 
 
 def prove_for_run(folder: Path, arch: str) -> None:
