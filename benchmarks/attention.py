@@ -45,9 +45,10 @@ class Cache:
             "request_pages": max(per, -(-self.context // self.page)),
         }
 
-    def program(self, T: int, count: int, length: int, split: int) -> Program:
-        """Attention of a step of ``T`` tokens over this cache."""
-        return paged_attention_program(T, H, K, D, **self.sizes(count, length), scale=D**-0.5, split=split)
+    def program(self, T: int, count: int, length: int, split: int, *, decode: bool = False) -> Program:
+        """Attention of a step of ``T`` tokens over this cache. decode: whether every request has one."""
+        options = {"scale": D**-0.5, "split": split, "single_tokens_only": decode}
+        return paged_attention_program(T, H, K, D, **self.sizes(count, length), **options)
 
     def tensors(self, count: int, length: int) -> Tensors:
         """Random keys and values on shuffled pages."""
@@ -107,7 +108,8 @@ def decode(compiler: Compiler, count: int, length: int, split: int, cache: Cache
     owner[:count] = torch.arange(count, device=DEVICE)
     positions = torch.full((T,), length - 1, dtype=torch.int32, device=DEVICE)
     q, held = _bf16(T, H, D), cache.tensors(count, length)
-    run = _launcher(compiler, "paged_attention", cache.program(T, count, length, split))
+    program = cache.program(T, count, length, split, decode=True)
+    run = _launcher(compiler, "paged_decode_attention", program)
     starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32)
     used = torch.full((count,), length, dtype=torch.int32, device=DEVICE)
     keys = {"seqused_k": used, "block_table": held.library_table[:count]}

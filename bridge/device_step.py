@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from contracts.errors import LaunchRefused
+
 # T: tokens of the padded step; R: requests; P: pages a request; N: tokens as vLLM gives them.
 
 ROWS, COLUMNS = 32, 1024
@@ -66,9 +68,18 @@ def fill_on_card(
     """Fills ``operands``: tokens, positions, requests and slots, int32 [T], and the page table, as `StepOperands` says.
 
     ids: int32 or int64 [N], with real tokens first. positions: int64 [N]. ends: int32 [R], the token behind each
-    request's last. slot_mapping: int64 [N]. block_table: int32 [R, P]. page: tokens.
+    request's last. slot_mapping: int64 [N]. block_table: int32 [R, P]. page: tokens. Raises LaunchRefused for more
+    requests than a table has rows.
     """
     tokens_T, *_, page_table_RP = operands
+    rows = min(block_table_RP.shape[0], page_table_RP.shape[0])
+    if ends_R.shape[0] > rows:
+        raise LaunchRefused(
+            field="requests of a step",
+            found=ends_R.shape[0],
+            allowed=f"at most {rows}",
+            reason="The page table has no more rows.",
+        )
     R, bucket = ends_R.shape[0], tokens_T.shape[0]
     P = min(block_table_RP.shape[1], page_table_RP.shape[1])
     given = (ids_N, given_positions_N, ends_R, slot_mapping_N, block_table_RP)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # T: tokens of the padded step, H: query heads, K: key heads, D: head dimension.
 
-DECODE_REGION = "paged_decode_attention"
-"""What takes the place of `paged_attention` in a step whose requests have one token each."""
 _captures_decode: ContextVar[bool] = ContextVar("captures_decode", default=False)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge.arrays import dtype_name
 from bridge.attention_backend import cached_attention_layers, step_metadata
-from bridge.gpu_attention import DECODE_REGION, GpuAttentionBackend, GpuStepMetadata
+from bridge.gpu_attention import GpuAttentionBackend, GpuStepMetadata
 from bridge.graphs import PolicyGraphs, region_names
 from bridge.handshake import ENGINE_CASES
 from bridge.jax_api import keep_off_the_card
@@ -25,6 +25,7 @@ from contracts import bits_float, float_bits, load_contract
 from isojax.kernels import load_kernels
 from isojax.policy.rope import rope_table_digest
 from isojax.weights.load import load_policy
+from pallas_kernels.attention import DECODE_REGION, PAGED_REGION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -163,7 +164,7 @@ class GpuPolicyModel(nn.Module):
     def describe(self) -> dict[str, Any]:
         """Plain facts for the engine's report: dtypes as they are in memory, kernels that were compiled and ran."""
         any_step = region_names(self._hidden, self._head)
-        decode_step = sorted(DECODE_REGION if name == "paged_attention" else name for name in any_step)
+        decode_step = sorted(DECODE_REGION.name if name == PAGED_REGION.name else name for name in any_step)
         regions = dict(zip(ENGINE_CASES, (any_step, decode_step), strict=True))
         return {
             "regions": any_step,

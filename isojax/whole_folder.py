@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 @contextmanager
 def appearing_whole(target: Path) -> Iterator[Path]:
     """A new folder to write into, which gets the name `target` once the block has ended well."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    # Not by the process's number: in containers it comes again, and what a killed one left would be in the way.
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -23,7 +25,7 @@ def appearing_whole(target: Path) -> Iterator[Path]:
 
 def _replace(target: Path, partial: Path) -> None:
     """Put the finished folder in place; an older one goes only after the new one has its name."""
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    old = partial.with_suffix(".old")
     if target.exists():
         os.rename(target, old)
     os.rename(partial, target)

@@ -9,6 +9,7 @@ import torch
 
 from bridge.gates.bits import failed
 from isojax.kernels.calls import KernelCall, Parameter
+from pallas_kernels.attention import DECODE_REGION
 from pallas_kernels.seal import SealedProgram
 from pallas_kernels.store import Bundle
 
@@ -18,7 +19,7 @@ Launch = Callable[[SealedProgram, Operands], tuple[torch.Tensor, ...]]
 WRITER = "paged_qk_norm_rope"
 """The region that writes keys and values into a cache's rows."""
 
-DECODE = "paged_decode_attention"
+DECODE = DECODE_REGION.name
 """The region whose kernel reads positions and requests while the launch before it runs."""
 
 

@@ -104,12 +104,10 @@ def seal_for_run(policy: Policy, shapes: KernelShapes) -> Bundle:
     # Imported here: a run on a CPU needs nothing of the kernels' compiler.
     from isojax.kernels.kept import kept_or_sealed
 
-    folder = _compiled_folder()
-    return kept_or_sealed(policy, shapes, Path(folder) if folder else None, processes=os.cpu_count() or 1)
-
-
-def _compiled_folder() -> str | None:
-    return jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    # JAX takes addresses of other stores too.
+    kept = Path(folder) if folder and "://" not in folder else None
+    return kept_or_sealed(policy, shapes, kept, processes=os.cpu_count() or 1)
 
 
 def prove_for_run(folder: Path, arch: str) -> None:

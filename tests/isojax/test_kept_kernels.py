@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import shutil
 from pathlib import Path
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from bundle_samples import SHAPES
 from kernel_samples import sealable_policy, unlowered_bundle
 
+import pallas_kernels
 from isojax.kernels import kept
 from isojax.kernels.kept import kept_or_sealed
 from isojax.policy import Policy
@@ -18,6 +20,7 @@ from isojax.rl import card
 @pytest.fixture
 def sealings(monkeypatch: pytest.MonkeyPatch) -> list[Policy]:
     """Every policy that was sealed; nothing is lowered."""
+    monkeypatch.setattr(kept, "check_sealing_toolchain", lambda: None)
     sealed = []
 
     def seal(policy, shapes, **_):
@@ -54,17 +57,26 @@ def test_other_kernels_are_not_found(
     assert len(list((tmp_path / "sealed").iterdir())) == 2
 
 
-def test_the_code_is_every_line_of_the_package() -> None:
-    assert len(kept._code.__wrapped__()) == 64
-    assert kept._code.__wrapped__() == kept._code()
+def test_the_code_is_every_line_of_the_package(tmp_path: Path) -> None:
+    package = tmp_path / "pallas_kernels"
+    shutil.copytree(Path(pallas_kernels.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    assert kept._code(package) == kept._code()
+    changed = package / "attention" / "hopper_softmax.py"
+    changed.write_text(changed.read_text(encoding="utf-8") + "#\n", encoding="utf-8")
+    assert kept._code.__wrapped__(package) != kept._code()
 
 
+@pytest.mark.parametrize(("name", "how"), [("*.mlirbc", "cut"), ("manifest.json", "cut"), ("manifest.json", "folder")])
 def test_damaged_kernels_are_sealed_anew_and_said(
-    sealings: list[Policy], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, how: str, sealings: list[Policy], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = kept_or_sealed(sealable_policy(), SHAPES, tmp_path)
-    module = next(tmp_path.rglob("*.mlirbc"))
-    module.write_bytes(module.read_bytes()[:-1])
+    damaged = next(tmp_path.rglob(name))
+    if how == "cut":
+        damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    else:
+        damaged.unlink()
+        damaged.mkdir()
     assert kept_or_sealed(sealable_policy(), SHAPES, tmp_path).sha256 == bundle.sha256
     assert len(sealings) == 2
     assert "kept kernels are not used" in capsys.readouterr().err
@@ -88,9 +100,14 @@ def test_a_full_disk_keeps_nothing_and_says_so(
 def test_a_run_keeps_them_where_compiled_programs_are(
     sealings: list[Policy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder, count in ((None, 0), (str(tmp_path), 1)):
-        monkeypatch.setattr(card, "_compiled_folder", lambda folder=folder: folder)
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for folder, count in ((None, 0), ("gs://bucket/compiled", 0), (str(tmp_path), 1)):
+            jax.config.update("jax_compilation_cache_dir", folder)
+            card.seal_for_run(sealable_policy(), SHAPES)
+            assert len(list(tmp_path.rglob("sealed/*"))) == count
         card.seal_for_run(sealable_policy(), SHAPES)
-        assert len(list(tmp_path.glob("sealed/*"))) == count
-    card.seal_for_run(sealable_policy(), SHAPES)
-    assert len(sealings) == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert len(sealings) == 3
