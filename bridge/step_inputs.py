@@ -87,14 +87,14 @@ class StepInputs(nn.Module):
         count = input_ids_N.shape[0]
         bucket = self.bucket_of(count)
         tokens_T, positions_T, requests_T, slots_T = self._of_bucket(bucket)
-        operands = StepOperands(tokens_T, positions_T, requests_T, slots_T, self.page_table)
+        filled = (tokens_T, positions_T, requests_T, slots_T, self.page_table)
         ends_R = batch.query_start_loc[1:]
         if self.rows.is_cuda:
             from bridge.device_step import fill_on_card
 
             given = (input_ids_N, positions_N, ends_R, batch.slot_mapping, batch.block_table)
-            fill_on_card(*given, (tokens_T, positions_T, requests_T, slots_T, self.page_table), self._page)
-            return operands
+            fill_on_card(*given, filled, self._page)
+            return StepOperands(*filled)
         rows_T = self.rows[:bucket]
         # Padding requests end where the last real one does, so every real token is counted to its own request.
         torch.searchsorted(ends_R, rows_T, right=True, out_int32=True, out=requests_T)
@@ -112,7 +112,7 @@ class StepInputs(nn.Module):
         slots_T[:count].copy_(slots_N + torch.div(slots_N, self._page, rounding_mode="floor") * self._page)
         # vLLM marks padding with -1 as well, but only up to its own number of rows.
         slots_T.masked_fill_(padding_T | (slots_T < 0), -1)
-        return operands
+        return StepOperands(*filled)
 
     def _of_bucket(self, bucket: int) -> list[torch.Tensor]:
         return [self.get_buffer(f"{name}_{bucket}") for name in BUFFERS]

@@ -1,4 +1,4 @@
-"""Sealed kernels kept on the disk between runs: sealing takes a minute of many cores, and always gives the same."""
+"""Sealed kernels kept on the disk between runs: sealing keeps every core busy, and always gives the same bytes."""
 
 from __future__ import annotations
 

@@ -65,6 +65,37 @@ def test_the_planted_tile_of_one_width_for_all_is_not():
     assert (256, 6144, 4096, 1) in slow
 
 
+def test_what_the_results_call_chosen_is_what_a_call_gets():
+    from matmul_table import read_tile
+
+    from pallas_kernels.matmul.hopper_choice import choose_tile
+
+    rows = json.loads((FOLDER / "matmul_few_tokens_h200.json").read_text(encoding="utf-8"))["rows"]
+    chosen = [row for row in rows if row["chosen"]]
+    shapes = {(row["T"], row["N"], row["K"], row["leaves"]) for row in rows}
+    assert len(chosen) == len(shapes) == 45
+    for row in rows:
+        called = choose_tile(row["T"], row["N"], row["K"], row["leaves"])
+        assert row["chosen"] == (read_tile(row["tile"]) == called), row
+
+
+@pytest.mark.parametrize(
+    ("tile", "bias", "refused"),
+    [
+        ({"rows": 24}, False, "rows=24 is not a multiple of 16 up to 64"),
+        ({"rows": 128}, False, "rows=128 is not a multiple of 16 up to 64"),
+        ({"rows": 32}, True, "rows=32 are fewer than 64"),
+        ({"rows": 32, "warpgroups": 2}, False, "rows=32 are fewer than 64"),
+    ],
+)
+def test_tiles_of_few_weight_rows_that_no_kernel_takes_are_refused(tile, bias, refused):
+    from pallas_kernels.matmul.hopper import matmul_program
+    from pallas_kernels.matmul.hopper_small import SmallTile
+
+    with pytest.raises(ValueError, match=refused):
+        matmul_program(8, 128, 512, bias=bias, tile=SmallTile(**tile))
+
+
 def test_a_bias_gets_whole_tiles():
     from pallas_kernels.matmul.hopper import matmul_program
     from pallas_kernels.matmul.hopper_choice import choose_tile
