@@ -55,7 +55,8 @@ def _parts(card: Card, family: Family, paged: Sequence[Family]) -> Iterator[tupl
     expected = run_packed(card.launch, largest, histories, range(len(lengths)))
     for program in family.programs:
         check: Compare = partial(compare_packed, program=program, histories=histories, expected=expected)
-        yield f"packed at {tokens_of(program)}", partial(_check, card, program, check, lengths, program in family.ends)
+        seen = fitting(lengths, program)
+        yield f"packed at {tokens_of(program)}", partial(_check, card, program, check, seen, program in family.ends)
     same = [
         other
         for other in paged
@@ -71,6 +72,11 @@ def _parts(card: Card, family: Family, paged: Sequence[Family]) -> Iterator[tupl
                 f"{other.region} at {tokens_of(program)}",
                 partial(_check, card, program, check, lengths, program in other.ends),
             )
+
+
+def fitting(lengths: Sequence[int], packed: SealedProgram) -> list[int]:
+    """Those of the ascending lengths that fit into the packed form beside padding."""
+    return [length for length in lengths if length <= tokens_of(packed) - TOKEN_STEP]
 
 
 def run_packed(
@@ -101,8 +107,8 @@ def compare_packed(
     launch: Launch, program: SealedProgram, histories: Histories, expected: dict[int, torch.Tensor]
 ) -> None:
     """All that fit, in reverse order, and the longest of them alone."""
-    fitting = [number for number, length in enumerate(histories.lengths) if length <= tokens_of(program) - TOKEN_STEP]
-    for order in (fitting[::-1], fitting[-1:]):
+    count = len(fitting(histories.lengths, program))
+    for order in (range(count)[::-1], range(count)[-1:]):
         for sequence, found in run_packed(launch, program, histories, order).items():
             what = f"packed at {tokens_of(program)}, {len(found)} tokens, one of {len(order)} sequences"
             require_equal(found, expected[sequence], what)

@@ -55,13 +55,13 @@ def cpu_form(program):
 
 
 @cache
-def bundle() -> Bundle:
-    calls = kernel_calls(Policy(CONFIG), SHAPES)
-    return Bundle(tuple(unlowered(call.region, call.types, dict(call.parameters)) for call in calls), SHAPES)
+def bundle(config: PolicyConfig = CONFIG, shapes: KernelShapes = SHAPES) -> Bundle:
+    calls = kernel_calls(Policy(config), shapes)
+    return Bundle(tuple(unlowered(call.region, call.types, dict(call.parameters)) for call in calls), shapes)
 
 
-def cpu_card(make=cpu_form) -> Card:
+def cpu_card(make=cpu_form, sealed: Bundle | None = None) -> Card:
     def seal(call):
         return unlowered(call.region, call.types, dict(call.parameters))
 
-    return Card(bundle(), torch.device("cpu"), make, seal)
+    return Card(sealed or bundle(), torch.device("cpu"), make, seal)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from gate_samples import SHAPES, bundle, cpu_card, cpu_form
+from gate_samples import CONFIG, SHAPES, bundle, cpu_card, cpu_form
 
 import pallas_kernels as pk
 from bridge.gates import sm90_suite, trainer
@@ -17,7 +17,7 @@ from bridge.gates.suite import CHECKS, planted_calls
 from contracts.errors import DifferenceFound, ToolchainMismatch
 from isojax.evidence.gates import run_gates
 
-pytestmark = pytest.mark.long_file(70)
+pytestmark = pytest.mark.long_file(80)
 
 GATES = dict(CHECKS)
 
@@ -64,6 +64,15 @@ def test_the_last_bit_in_one_bucket_fails_the_gate_and_is_named(name, region, to
     with pytest.raises(DifferenceFound, match=f"{name}|packed padding") as failure:
         GATES[name](cpu_card(_lying(region, _last_bits, tokens)))
     assert "differ" in str(failure.value)
+
+
+@pytest.mark.slow
+def test_a_packed_batch_too_short_for_a_split_in_two_gets_no_such_fault():
+    # The trainer's shortest batch holds no more keys than half a split has; a longer one does.
+    config = dataclasses.replace(CONFIG, max_position=256, attention_split=256)
+    shapes = dataclasses.replace(SHAPES, token_buckets=(64,), trainer_tokens=(128, 256), max_context=256)
+    found = GATES["attention_bindings"](cpu_card(sealed=bundle(config, shapes)))
+    assert "over histories of" in found and "248 tokens" in found
 
 
 def _gated_alone(make=cpu_form):
