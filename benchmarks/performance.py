@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import performance_texts as texts
 from markdown_table import table as _table
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,6 +35,13 @@ ENGINE_FILES = {
 }
 ENGINE_AIMS = {"8x8192x64": 1.05}
 TRAINING_AIM = 1.05
+#: What each is of, and its file.
+TRAINING_FILES = {
+    "qwen3_1b7": "train_step_qwen3_1b7_h200.json",
+    "qwen3_8b, 12 layers": "train_step_qwen3_8b_h200.json",
+}
+STEP_FILES = {"qwen3_1b7": "grpo_step_qwen3_1b7_h200.json", "qwen3_8b, 16 layers": "grpo_step_qwen3_8b_h200.json"}
+STEP_PARTS = ("step", "rollout", "check", "train", "sync")
 STEP_ROWS = 12
 
 
@@ -46,86 +54,19 @@ def page() -> str:
     """The page's text. Raises KeyError and FileNotFoundError for result files of another layout, or missing."""
     parts = [
         "# Performance",
-        _INTRODUCTION,
+        texts.INTRODUCTION,
         _engine(),
         _training(),
+        _whole_steps(),
         _matmul(),
         _attention(),
         _rows(),
         _layer(),
         _step(),
         _launches(),
-        _MISSES,
+        texts.MISSES,
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-_INTRODUCTION = """
-Made by `benchmarks/performance.py` from the files in `benchmarks/results/`, which hold card, versions, date and
-command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs larger than the L2 cache; each time is a
-median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Ratios
-above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. Measured
-before kernels got their present form: the trainer; `isojax_llm`; attention's decode rows, launched with the kernel for
-several tokens that decode steps no longer have, those of `attention_h200` and `attention_page16_h200` also before pages
-were fetched by four warps; matmuls of two and eight leaves up to 64 tokens, which had no tiles of fewer weight rows;
-norms and elementwise, which the compiler could still fuse; and the decode step by kernels.
-"""
-
-
-_ENGINE = """
-Ratios of medians in one run; vLLM 0.26, pages of 16 positions. `isojax` is a rollout, `VllmEngine.generate`, which
-hands out every token with its log-probability; `isojax_llm` is the same engine asked for them through `vllm.LLM`, as
-stock vLLM is. Where seconds are far above device time, the engine waits for the host: of 256 requests stock vLLM ranks
-and wraps every token's value at every step, a rollout keeps them on the device (`bridge/sampled_log.py`). vLLM's
-batch-invariant mode and `isojax_llm` were measured beside stock vLLM in runs of their own. On 8B shapes seconds of two
-runs lie 1% apart, of stock vLLM's 256 requests 16% (7.6 and 9.0 s, ours 7.2). On 1.7B shapes, where the host sets the
-pace, up to 5%, with 32 requests 19%, with 256 up to 39%.
-""".strip()
-
-
-_TRAINING = """
-Qwen3-1.7B shapes, 32 sequences of 512 tokens, layers computed again in the backward; the native arms are plain XLA.
-The two beside the trainer's own are the same policy written for XLA alone, its head in one piece or in chunks: measured
-once, no faster where there are gradients, and no longer in the benchmark.
-""".strip()
-
-
-_MISSES = """
-## What misses its aim
-
-- **256 requests on Qwen3-8B's shapes, device time: 1.03.** The card is at its power limit: while ours decode it draws
-  692 W at 1635 of 1980 MHz, capped in all 43 samples; while stock vLLM's do, 671 W at 1830 MHz, capped in 41 of 44
-  (`engine_power_qwen3_8b_h200.json`), with more pauses: it takes 16.3 ms a step, prompts included, of which a step on
-  the card is 11.2, ours 14.1 and 11.6. Alone a layer takes 272 us (the table above), 9.8 ms for 36. Tried: gate, up and
-  SwiGLU in one kernel, tiles of 128 rows, decode steps without attention's first kernel, pages fetched by four warps,
-  all kept; weights fetched into L2 ahead, without gain. Probably what is left is energy: decode attention has 4 query
-  heads a key head, and the tensor cores multiply 64 rows for them. In seconds a rollout takes 0.87 of stock vLLM's.
-- **8 prompts of 8192 tokens on 8B shapes, seconds: 1.053** (1.05; on 1.7B shapes 1.04), while a decode step is faster:
-  prefill pays, at the power limit in both arms. Attention over pages of 16 takes 1.09 to 1.23 of FlashAttention 3's
-  time there (packed 0.97 to 1.19), products of four leaves up to 1.06 of cuBLAS's at 2048 tokens.
-- **One request on 1.7B shapes, seconds: 1.09**, device time 0.79. Of 1.37 s for 512 tokens, 2.7 ms a step, the card
-  works 1.4 ms; stock vLLM takes 1.26 s. In an earlier run, with other kernels and on another machine, the same rollout
-  took 1.05 s and stock vLLM 1.58 s. The cause is not known.
-- **Prefill attention, 1 x 8192: 1.19** (1.15). Three changes brought it from 1016 to 941 us: the next head's queries
-  and keys come while one is computed, a split joins the earlier ones under the next one's scores, a mask costs two
-  instructions. What sets the pace is the chain of one warpgroup (scores, softmax, weights), not the tensor cores; the
-  overlap that FlashAttention 3 has would need the registers that the declared order of the splits takes. 16 x 1024 and
-  2 x 1024 are within the aim.
-- **Matmul of several leaves with many columns** (24576 x 4096): 1.06 to 1.23 from 256 tokens on. Every leaf's sum waits
-  in registers or shared memory until it is added, which leaves room for narrower tiles only. Leaves in runs of two or
-  four, sums in shared memory, two warpgroups a tile and clusters were tried; the committed tile is the fastest. Of a
-  Qwen3 layer only the last products of attention and feed-forward have leaves.
-- **Matmul up to 64 tokens**: with one and four leaves within the aim, but for the head of 64 rows, 1.01, where two
-  warpgroups a tile measured 0.98 and are not committed yet, and 24576 columns in four leaves, 1.01. Two and eight
-  leaves, which no shipped policy has, were not measured with today's tiles. **The head of 128 and 256 rows**: 1.06
-  (1.05); tiles of 64 to 256 columns and of 128 rows were tried. **4096 x 12288 in one leaf, 128 tokens**: 1.23, with
-  the four that are shipped 0.91.
-""".strip()
-
-
-_LAYER = """
-Qwen3-8B shapes, in one CUDA graph: all of them with launches chained and not, then each kernel alone, over and over.
-""".strip()
 
 
 def _matmul() -> str:
@@ -188,17 +129,33 @@ def _engine() -> str:
         "ratio of seconds",
         "aim",
     )
-    return f"## vLLM against stock vLLM\n\n{_ENGINE}\n\n{_table(titles, lines)}"
+    return f"## vLLM against stock vLLM\n\n{texts.ENGINE.strip()}\n\n{_table(titles, lines)}"
 
 
 def _training() -> str:
     lines = [
-        (row["what"], row["arm"], f"{row['ms']:.0f}", f"{row['working_gib']:.1f}", *_over(row))
-        for row in _load("train_step_qwen3_1b7_h200.json")["rows"]
+        (shapes, row["what"], row["arm"], f"{row['ms']:.0f}", f"{row['working_gib']:.1f}", *_over(row))
+        for shapes, name in TRAINING_FILES.items()
+        for row in _load(name)["rows"]
         if "ms" in row
     ]
-    table = _table(("what", "arm", "ms", "GiB of work", "exact over this", "aim"), lines)
-    return f"## The trainer\n\n{_TRAINING}\n\n{table}"
+    table = _table(("shapes", "what", "arm", "ms", "GiB of work", "exact over this", "aim"), lines)
+    return f"## The trainer\n\n{texts.TRAINING.strip()}\n\n{table}"
+
+
+def _whole_steps() -> str:
+    lines = []
+    for shapes, name in STEP_FILES.items():
+        found = _load(name)
+        for part in STEP_PARTS:
+            medians = (found["arms"][arm]["medians"][f"seconds_{part}"] for arm in ("exact", "native"))
+            spreads = (f"{each['median']:.2f} ({each['least']:.2f} to {each['most']:.2f})" for each in medians)
+            ratio = f"{found['exact_over_native'][f'seconds_{part}']:.2f}"
+            lines.append((shapes, part, *spreads, ratio, f"{TRAINING_AIM:.2f}" if part == "step" else ""))
+        alone = (f"{found['arms'][arm]['sync_ms']['median'] / 1000:.3f}" for arm in ("exact", "native"))
+        lines.append((shapes, "sync alone", *alone, f"{found['exact_over_native']['sync_ms']:.2f}", ""))
+    table = _table(("shapes", "part", "exact, s", "native, s", "ratio", "aim"), lines)
+    return f"## A whole GRPO step\n\n{texts.WHOLE_STEPS.strip()}\n\n{table}"
 
 
 def _over(row: dict[str, Any]) -> tuple[str, str]:
@@ -211,7 +168,7 @@ def _layer() -> str:
         ("what", "requests", "context", "us"),
         [(row["what"], row["T"], row["length"], f"{row['us']:.1f}") for row in rows],
     )
-    return f"## The kernels of a decode layer\n\n{_LAYER}\n\n{table}"
+    return f"## The kernels of a decode layer\n\n{texts.LAYER.strip()}\n\n{table}"
 
 
 def _launches() -> str:
