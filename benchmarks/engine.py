@@ -3,9 +3,10 @@
     python benchmarks/engine.py FOLDER --workload 1x128x512 --workload 32x128x512 --workload 256x128x512 --out FILE
 
 FOLDER is a policy with sealed kernels, with or without weights, as `engine_parity.py --prepare` writes it. Every arm
-runs on the same weights in a process of its own. They start together, since starting takes longer than measuring, and
-measure one after the other while the others do nothing: stock vLLM, its own batch-invariant mode, ours as a rollout
-uses it, and ours asked as stock vLLM is. A ratio below 1 is faster than stock vLLM.
+runs on the same weights in a process of its own: stock vLLM, its own batch-invariant mode, ours as a rollout uses it,
+and ours asked as stock vLLM is. They start together, since starting takes longer than measuring, and then take turns,
+workload by workload and repeat by repeat, while the others do nothing: a machine that is slower for a while is slower
+for all. A ratio below 1 is faster than stock vLLM.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,11 @@ from engine_arm import ENVIRONMENTS, OURS, Workload
 BASELINE = "stock"
 ARMS = ("batch_invariant", "isojax")
 WORKLOADS = ("1x128x512", "32x128x512", "256x128x512")
+BESIDE = "isojax_beside"
+#: What each arm runs on, below one folder.
+FOLDERS = {name: "isojax" if name in OURS else "stock" for name in ENVIRONMENTS} | {BESIDE: "beside"}
+COMPARED = ("seconds", "device_ms_a_step", "back_to_back_ms")
+SECONDS_BETWEEN_LOOKS = 0.02
 
 
 def main() -> int:
@@ -36,8 +43,12 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workload", action="append", help="BATCHxINxOUT, in requests and tokens")
     parser.add_argument("--arm", action="append", choices=ENVIRONMENTS, help="only this one beside stock")
+    parser.add_argument(
+        "--beside", type=Path, help="one arm more: the same policy's other sealed kernels, as a rollout"
+    )
     parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
     parser.add_argument("--repeats", type=at_least(1), default=3)
+    parser.add_argument("--replay-seconds", type=float, default=1.5, help="of a decode step's graph; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("engine.json"))
     arguments = parser.parse_args()
     workloads = [str(text) for text in arguments.workload or WORKLOADS]
@@ -46,65 +57,107 @@ def main() -> int:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
         # In a process of its own, whose memory on the card is given back.
+        folders = [folder for folder in (arguments.folder, arguments.beside) if folder is not None]
         writer = multiprocessing.get_context("spawn").Process(
-            target=write_folders, args=(arguments.folder, arguments.weights, Path(scratch))
+            target=write_folders, args=(folders, arguments.weights, Path(scratch))
         )
         writer.start()
         writer.join()
         if writer.exitcode:
             return 1
-        chosen = dict.fromkeys((BASELINE, *(arguments.arm or ARMS)))
-        options = [part for text in workloads for part in ("--workload", text)] + ["--repeats", str(arguments.repeats)]
-        started = {arm: Arm.start(arm, Path(scratch), options) for arm in chosen}
+        names = dict.fromkeys((BASELINE, *(arguments.arm or ARMS)))
+        started = {name: Arm.start(name, Path(scratch), workloads) for name in names}
+        if arguments.beside is not None:
+            started[BESIDE] = Arm.start(BESIDE, Path(scratch), workloads)
         for arm in started.values():
             arm.wait_until_it_stands()
-        arms = {}
-        for name, arm in started.items():
-            arms[name] = arm.measured()
-            arguments.out.write_text(json.dumps({**_environment(arguments.folder), **compared(arms)}, indent=1) + "\n")
+        head = {**_environment(arguments.folder), **({"beside": arguments.beside.name} if arguments.beside else {})}
+        for arms in measured(started, workloads, arguments.repeats, arguments.replay_seconds):
+            arguments.out.write_text(json.dumps({**head, **compared(arms)}, indent=1) + "\n")
     return 1 if any(arm["exit_code"] for arm in arms.values()) else 0
+
+
+def measured(
+    arms: Mapping[str, Arm], workloads: Sequence[str], repeats: int, replay_seconds: float
+) -> Iterator[dict[str, Any]]:
+    """What all arms have measured so far, after every round of turns; once more when all have ended."""
+    for repeat in range(repeats):
+        for workload in workloads:
+            # There and back, so that none is always the one that finds the card warm.
+            for name in reversed(arms) if repeat % 2 else arms:
+                arms[name].run(workload, replay_seconds if repeat == repeats - 1 else 0.0)
+            yield {name: arm.found() for name, arm in arms.items()}
+    for arm in arms.values():
+        arm.close()
+    yield {name: arm.found() for name, arm in arms.items()}
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A process of `engine_arm.py` and the file of its rows, which exists once its engine stands."""
+    """A process of `engine_arm.py` and the file that it writes, which exists once its engine stands."""
 
     process: subprocess.Popen[str]
     out: Path
 
     @classmethod
-    def start(cls, name: str, scratch: Path, options: list[str]) -> Arm:
-        """Starts an arm on its folder in `scratch`. options: of its command line."""
-        out, folder = scratch / f"{name}.json", scratch / ("isojax" if name in OURS else "stock")
-        command = [sys.executable, str(Path(__file__).with_name("engine_arm.py")), name, str(folder), *options]
+    def start(cls, name: str, scratch: Path, workloads: Sequence[str]) -> Arm:
+        """Starts an arm on its folder in `scratch`."""
+        out, folder = scratch / f"{name}.json", scratch / FOLDERS[name]
+        kind = "isojax" if name == BESIDE else name
+        options = [part for text in workloads for part in ("--workload", text)]
+        command = [sys.executable, str(Path(__file__).with_name("engine_arm.py")), kind, str(folder), *options]
         return cls(subprocess.Popen([*command, "--out", str(out)], stdin=subprocess.PIPE, text=True), out)
 
     def wait_until_it_stands(self) -> None:
         """Returns once the engine has started, or its process has ended."""
-        while self.process.poll() is None and not self.out.exists():
-            time.sleep(0.2)
+        self._wait(0)
 
-    def measured(self) -> dict[str, Any]:
-        """Lets it measure; what it measured before it failed is kept, and said to be all."""
-        self.process.communicate("measure\n")
-        rows = json.loads(self.out.read_text()) if self.out.exists() else []
-        return {"exit_code": self.process.returncode, "rows": rows}
+    def run(self, workload: str, replay_seconds: float) -> None:
+        """Has it run the workload once more, and returns when it has, or has ended."""
+        wanted = self._content()["served"] + 1
+        try:
+            assert self.process.stdin is not None
+            self.process.stdin.write(f"{workload} {replay_seconds}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return
+        self._wait(wanted)
+        for row in self._content()["rows"]:
+            if _name(row) == workload:
+                print(self.out.stem, row, flush=True)
+
+    def close(self) -> None:
+        """Has it end."""
+        self.process.communicate()
+
+    def found(self) -> dict[str, Any]:
+        """Its rows; what it measured before it failed is kept. exit_code: None while it runs."""
+        return {"exit_code": self.process.poll(), "rows": self._content()["rows"]}
+
+    def _wait(self, served: int) -> None:
+        while self.process.poll() is None and not (self.out.exists() and self._content()["served"] >= served):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _content(self) -> dict[str, Any]:
+        nothing: dict[str, Any] = {"served": 0, "rows": []}
+        return json.loads(self.out.read_text()) if self.out.exists() else nothing
 
 
-def write_folders(folder: Path, weights: Path | None, scratch: Path) -> None:
-    """The same weights twice: an ordinary checkpoint, and the sealed policy with its files linked."""
+def write_folders(folders: Sequence[Path], weights: Path | None, scratch: Path) -> None:
+    """The same weights as an ordinary checkpoint, and in each sealed policy of `folders` with its files linked."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from engine_parity import Options
     from engine_parity_bench import Bench
     from engine_parity_stock import write_checkpoint
 
-    bench = Bench.open(folder, Options(weights=weights))
-    write_checkpoint(scratch / "stock", bench.policy, bench.params)
-    sealed = scratch / "isojax"
-    sealed.mkdir()
-    for path in [*folder.iterdir(), *(scratch / "stock").glob("*.safetensors*")]:
-        if not (sealed / path.name).exists():
-            (sealed / path.name).symlink_to(path.resolve())
+    bench = Bench.open(folders[0], Options(weights=weights))
+    write_checkpoint(scratch / FOLDERS[BASELINE], bench.policy, bench.params)
+    for folder, arm in zip(folders, ("isojax", BESIDE), strict=False):
+        sealed = scratch / FOLDERS[arm]
+        sealed.mkdir()
+        for path in [*folder.iterdir(), *(scratch / FOLDERS[BASELINE]).glob("*.safetensors*")]:
+            if not (sealed / path.name).exists():
+                (sealed / path.name).symlink_to(path.resolve())
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -121,7 +174,7 @@ def compared(arms: dict[str, Any]) -> dict[str, Any]:
         for row in found["rows"]:
             baseline = stock.get(_name(row))
             if arm != BASELINE and baseline is not None:
-                shared = [name for name in ("seconds", "device_ms_a_step") if name in row and name in baseline]
+                shared = [name for name in COMPARED if name in row and name in baseline]
                 ratios.setdefault(arm, {})[_name(row)] = {name: row[name] / baseline[name] for name in shared}
     return {"ratios_to_stock": ratios, "arms": arms}
 

@@ -1,11 +1,13 @@
-"""One arm of `engine.py`, in a process of its own: seconds and device time of the given workloads.
+"""One arm of `engine.py`, in a process of its own: seconds and device time of workloads, as they are asked for.
 
 Ours generates as a rollout does, through `VllmEngine`, which hands out tokens with their log-probabilities;
 `isojax_llm` is the same vLLM asked for them as stock vLLM is.
 
-python benchmarks/engine_arm.py ARM FOLDER --workload BATCHxINxOUT ... --repeats N --out FILE
+    python benchmarks/engine_arm.py ARM FOLDER --workload BATCHxINxOUT ... --out FILE
 
-It writes an empty list to FILE once its engine stands, and measures when it has read a line from standard input.
+It writes to FILE once its engine stands. Then it takes lines from standard input until that is closed, each a workload
+and seconds: it runs the workload once more, replays the graph of its last decode step for so long, and writes anew how
+many lines it has served and a row for every workload.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from isojax.rl.files import write_atomically
 
 # Read by vLLM when it is imported.
 ENVIRONMENTS: dict[str, dict[str, str]] = {
@@ -36,6 +40,8 @@ CACHE_BYTES = 24 << 30
 # Arms stand on the card together, so each asks vLLM for a share of it; the cache's size is given.
 SHARE = 0.3
 STEP_TOKENS = 2048
+REPLAYS = 20
+"""In a row, between two looks at the clock."""
 
 
 class Workload(NamedTuple):
@@ -52,26 +58,34 @@ class Workload(NamedTuple):
 
 
 def main() -> None:
-    """Starts the arm's engine and measures; writes a row a workload."""
+    """Starts the arm's engine and measures what it is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("arm", choices=ENVIRONMENTS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--workload", type=Workload.parse, action="append", required=True)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--workload", type=Workload.parse, action="append", required=True, help="of all that may come")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **ENVIRONMENTS[arguments.arm]}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with _started(arguments.arm, arguments.folder, arguments.workload) as generate:
-        rows: list[dict[str, Any]] = []
-        arguments.out.write_text(json.dumps(rows))
-        if not sys.stdin.readline():
+        found: dict[Workload, Measured] = {}
+        served = 0
+        report(arguments.out, served, found)
+        for line in sys.stdin:
+            text, seconds = line.split()
+            workload = Workload.parse(text)
+            found.setdefault(workload, Measured(workload)).run(generate, float(seconds))
+            served += 1
+            report(arguments.out, served, found)
+        if not served:
             # Whoever would say when is gone, and would measure beside this.
             raise SystemExit("nobody is left to say when to measure")
-        for workload in arguments.workload:
-            rows.append(workload._asdict() | _measured(generate, workload, arguments.repeats))
-            print(arguments.arm, rows[-1], flush=True)
-            arguments.out.write_text(json.dumps(rows))
+
+
+def report(path: Path, served: int, found: Mapping[Workload, Measured]) -> None:
+    """Writes the file whole: the benchmark reads it while this runs."""
+    rows = [measured.row() for measured in found.values()]
+    write_atomically(path, json.dumps({"served": served, "rows": rows}))
 
 
 @contextmanager
@@ -114,19 +128,38 @@ def our_settings(batch: int, length: int) -> dict[str, Any]:
     }
 
 
-def _measured(generate: Generate, workload: Workload, repeats: int) -> dict[str, Any]:
-    """Medians and spreads over `repeats` runs, after one that is not counted."""
-    seconds, steps = [], []
-    _seconds(generate, workload, 0)
-    for number in range(repeats):
+class Measured:
+    """What was measured of a workload. The first run is not counted: it warms up."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self._seconds: list[float] = []
+        self._steps: list[float] = []
+        self._back_to_back: float | None = None
+
+    def run(self, generate: Generate, replay_seconds: float) -> None:
+        """Once more, after the warm-up. replay_seconds: how long to replay the last decode step's graph after it."""
+        if not self._seconds:
+            _seconds(generate, self._workload, 0)
         with replays_timed() as replays:
-            seconds.append(_seconds(generate, workload, 1 + number))
+            self._seconds.append(_seconds(generate, self._workload, 1 + len(self._seconds)))
+        if not replays:
+            return
         # Most replays are decode steps: a median leaves the few of prompts out.
-        steps.append(statistics.median(start.elapsed_time(end) for start, end in replays) if replays else None)
-    found = {"seconds": statistics.median(seconds), "seconds_spread": max(seconds) - min(seconds)}
-    if None not in steps:
-        found |= {"device_ms_a_step": statistics.median(steps), "device_ms_spread": max(steps) - min(steps)}
-    return found | {"tokens_per_second": workload.batch * workload.output / found["seconds"]}
+        self._steps.append(statistics.median(start.elapsed_time(end) for _, start, end in replays))
+        if replay_seconds:
+            self._back_to_back = back_to_back(replays[-1][0], replay_seconds)
+
+    def row(self) -> dict[str, Any]:
+        """Medians and spreads. back_to_back_ms: of a replay that waits for nothing but the one before."""
+        seconds, steps = self._seconds, self._steps
+        found = {"seconds": statistics.median(seconds), "seconds_spread": max(seconds) - min(seconds)}
+        if steps:
+            found |= {"device_ms_a_step": statistics.median(steps), "device_ms_spread": max(steps) - min(steps)}
+        if self._back_to_back is not None:
+            found["back_to_back_ms"] = self._back_to_back
+        rate = self._workload.batch * self._workload.output / found["seconds"]
+        return {**self._workload._asdict(), "runs": len(seconds), **found, "tokens_per_second": rate}
 
 
 def _seconds(generate: Generate, workload: Workload, seed: int) -> float:
@@ -163,26 +196,46 @@ def _generated(llm: Any, prompts: list[list[int]], tokens: int, seed: int) -> se
 
 
 @contextmanager
-def replays_timed() -> Iterator[list[tuple[Any, Any]]]:
-    """Pairs of CUDA events around every replay of a captured graph; nothing is waited for."""
+def replays_timed() -> Iterator[list[tuple[Any, Any, Any]]]:
+    """Every captured graph that is replayed, with CUDA events before and after it; nothing is waited for."""
     import torch
 
-    replay, pairs = torch.cuda.CUDAGraph.replay, []
+    replay, found = torch.cuda.CUDAGraph.replay, []
 
     def timed(graph: Any) -> None:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         replay(graph)
         end.record()
-        pairs.append((start, end))
+        found.append((graph, start, end))
 
     torch.cuda.CUDAGraph.replay = timed
     try:
-        yield pairs
+        yield found
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     finally:
         torch.cuda.CUDAGraph.replay = replay
+
+
+def back_to_back(graph: Any, seconds: float) -> float:
+    """Milliseconds of a replay in a row of many, over the second half of so many seconds, when clocks have settled.
+
+    The step is computed again from the same inputs; what it writes into the cache is there already.
+    """
+    import torch
+
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times: list[float] = []
+    stop = time.perf_counter() + seconds
+    while time.perf_counter() < stop:
+        start.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / REPLAYS)
+    return statistics.median(times[len(times) // 2 :])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The whole engines' benchmark off a card: what it asks for, and how arms are compared."""
 
 import io
+import json
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -50,23 +51,81 @@ def test_an_arm_is_compared_with_stock_on_the_workloads_that_both_measured():
     }
 
 
-def test_arms_start_together_and_measure_in_turn(tmp_path, monkeypatch):
+STAND_IN = """
+import json, pathlib, sys, time
+if sys.argv[1] == "batch_invariant":
+    sys.exit(3)
+out, log = pathlib.Path(sys.argv[-1]), pathlib.Path(sys.argv[-1]).with_name("log")
+rows = {}
+def report(served):
+    found = [{"batch": 1, "prompt": 8, "output": 8, "name": name, "asked": asked} for name, asked in rows.items()]
+    partial = out.with_suffix(".partial")
+    partial.write_text(json.dumps({"served": served, "rows": found}))
+    partial.replace(out)
+report(0)
+for served, line in enumerate(sys.stdin, start=1):
+    with log.open("a") as file:
+        file.write(f"{sys.argv[1]} starts {line}")
+    time.sleep(0.05)
+    with log.open("a") as file:
+        file.write(f"{sys.argv[1]} ends {line}")
+    rows.setdefault(line.split()[0], []).append(float(line.split()[1]))
+    report(served)
+"""
+
+
+def test_arms_start_together_and_take_turns(tmp_path, monkeypatch):
     """With a stand-in for the engine: an arm that dies before it stands is no reason to wait."""
-    script = tmp_path / "engine_arm.py"
-    script.write_text(
-        "import pathlib, sys, time\n"
-        "if sys.argv[1] == 'batch_invariant':\n    sys.exit(3)\n"
-        "out = pathlib.Path(sys.argv[-1])\nout.write_text('[]')\nassert sys.stdin.readline()\n"
-        "start = time.monotonic()\ntime.sleep(0.2)\nout.write_text(str([start, time.monotonic()]))\n"
-    )
+    (tmp_path / "engine_arm.py").write_text(STAND_IN)
     monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
-    arms = [engine.Arm.start(name, tmp_path, []) for name in ("stock", "isojax", "batch_invariant")]
-    for arm in arms:
+    workloads = ["1x8x8", "2x8x8"]
+    arms = {name: engine.Arm.start(name, tmp_path, workloads) for name in ("stock", "isojax", "batch_invariant")}
+    for arm in arms.values():
         arm.wait_until_it_stands()
-    found = [arm.measured() for arm in arms]
-    assert [arm["exit_code"] for arm in found] == [0, 0, 3]
-    assert found[0]["rows"][1] <= found[1]["rows"][0]
-    assert found[2]["rows"] == []
+    *unfinished, found = engine.measured(arms, workloads, 2, 0.5)
+    assert {name: arm["exit_code"] for name, arm in found.items()} == {"stock": 0, "isojax": 0, "batch_invariant": 3}
+    assert found["batch_invariant"]["rows"] == []
+    # Replayed after the last repeat alone.
+    assert [row["asked"] for row in found["stock"]["rows"]] == [[0.0, 0.5], [0.0, 0.5]]
+    assert [len(each["isojax"]["rows"]) for each in unfinished] == [1, 2, 2, 2]
+    lines = (tmp_path / "log").read_text().splitlines()
+    turns = [line.split() for line in lines[::2]]
+    assert [(name, workload) for name, _, workload, _ in turns] == [
+        ("stock", "1x8x8"),
+        ("isojax", "1x8x8"),
+        ("stock", "2x8x8"),
+        ("isojax", "2x8x8"),
+        ("isojax", "1x8x8"),
+        ("stock", "1x8x8"),
+        ("isojax", "2x8x8"),
+        ("stock", "2x8x8"),
+    ]
+    # Nobody starts before the one before has ended.
+    assert [line.replace("ends", "starts") for line in lines[1::2]] == lines[::2]
+
+
+def test_a_workloads_first_run_is_not_counted(monkeypatch):
+    asked = []
+
+    def run(generate, workload, seed):
+        asked.append(seed)
+        return 10.0 if seed == 0 else float(seed)
+
+    monkeypatch.setattr(engine_arm, "_seconds", run)
+    monkeypatch.setattr(engine_arm, "replays_timed", lambda: nullcontext([]))
+    measured = engine_arm.Measured(engine_arm.Workload(2, 3, 5))
+    for _ in range(3):
+        measured.run(None, 0.0)
+    assert asked == [0, 1, 2, 3]
+    assert measured.row() == {
+        "batch": 2,
+        "prompt": 3,
+        "output": 5,
+        "runs": 3,
+        "seconds": 2.0,
+        "seconds_spread": 2.0,
+        "tokens_per_second": 5.0,
+    }
 
 
 def test_stock_vllm_is_asked_for_a_log_probability_of_every_token():
@@ -99,4 +158,4 @@ def test_an_arm_whose_benchmark_is_gone_does_not_measure(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", "stock", str(tmp_path), "--workload", "1x8x8", "--out", str(out)])
     with pytest.raises(SystemExit, match="nobody is left"):
         engine_arm.main()
-    assert out.read_text() == "[]"
+    assert json.loads(out.read_text()) == {"served": 0, "rows": []}
