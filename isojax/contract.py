@@ -108,13 +108,12 @@ def build_contract(
     ).sealed()
 
 
-def require_claimable(policy: Policy, arch: str, mesh: Mapping[str, int]) -> None:
-    """Refuse a mesh that this policy's contract will not claim even when it is proved, before it is made.
+def require_claimable(policy: Policy, mesh: Mapping[str, int]) -> None:
+    """Refuse a mesh that no gate can prove of this policy, before a contract is made.
 
     Raises `MeshNotClaimed` as the contract's own `check_mesh` would.
     """
-    claims = _claims(policy) if arch == "cpu" else _unproved_claims().model_copy(update={"state": "proved"})
-    check_mesh(_model(policy.config, tokenizer_digest({})), _semantics(policy, 1.0), claims, mesh)
+    check_mesh(_model(policy.config, tokenizer_digest({})), _semantics(policy, 1.0), _claims(policy), mesh)
 
 
 def audit_policy(policy: Policy) -> tuple[AuditReport, AuditReport]:

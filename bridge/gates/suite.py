@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +21,14 @@ from bridge.gates.repeat import repeatability_gate
 from bridge.gates.rows import row_invariance_gate
 from bridge.gates.trainer import trainer_and_engine_gate
 from contracts.errors import ToolchainMismatch
+from isojax.evidence import small_policy
 from isojax.evidence.gates import Gate, GateSuite
+from isojax.evidence.mesh_gate import mesh_gate, require_provable
 from isojax.evidence.proof import Proof, check_ptxas, open_unproved
+from isojax.kernels import packing_of
 from isojax.kernels.calls import KernelCall
+from isojax.policy.policy import Policy
+from isojax.weights.load import load_policy
 from pallas_kernels.seal import ARCHITECTURE, DEVICE_KIND, SealedProgram, check_sealing_toolchain
 from pallas_kernels.store import Bundle
 
@@ -41,19 +47,25 @@ ALL_KEYS = 2**30
 """More keys than any split has."""
 
 
-def make_suite(folder: Path | None) -> GateSuite:
-    """The gates; nothing is looked at, sealed or compiled before the suite's `prepare`."""
+def make_suite(folder: Path | None, mesh: Mapping[str, int]) -> GateSuite:
+    """The gates; nothing is looked at, sealed or compiled before the suite's `prepare`. mesh: see `Proof`."""
     opened = cache(partial(_open, folder))
+    meshes = any(degree > 1 for degree in mesh.values())
 
     def gate(name: str, check: Callable[[Card], str]) -> Gate:
-        claim = (check.__doc__ or "").strip()
-        return Gate(name, ARCHITECTURE, claim, lambda: check(opened()[0]))
+        return Gate(name, ARCHITECTURE, _claim(check), lambda: check(opened()[0]))
 
     def prepare() -> None:
+        check_card()
+        if meshes:
+            # Before minutes of work that would end in a refusal.
+            require_provable(_policy(folder), mesh)
         opened()
 
-    gates = tuple(gate(name, check) for name, check in CHECKS)
-    return GateSuite(ARCHITECTURE, gates, prepare, lambda: opened()[1]())
+    gates = [gate(name, check) for name, check in CHECKS]
+    if meshes:
+        gates.append(Gate("mesh", ARCHITECTURE, _claim(mesh_gate), lambda: mesh_gate(_policy(folder), mesh)))
+    return GateSuite(ARCHITECTURE, tuple(gates), prepare, lambda: replace(opened()[1](), mesh=mesh))
 
 
 def check_card() -> None:
@@ -66,6 +78,8 @@ def check_card() -> None:
             reason="These gates launch the sealed kernels; `isojax verify` alone runs those of the CPU.",
         )
     check_sealing_toolchain()
+    # The gates share the card with JAX, whose client must not take all of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def planted_calls(bundle: Bundle) -> list[KernelCall]:
@@ -79,10 +93,22 @@ def planted_calls(bundle: Bundle) -> list[KernelCall]:
     return list(found)
 
 
+def _claim(check: Callable[..., str]) -> str:
+    return (check.__doc__ or "").strip().partition("\n")[0]
+
+
+def _policy(folder: Path | None) -> Policy:
+    """The policy whose kernels this process emits."""
+    if folder is not None:
+        # `_open` has said that they are emitted.
+        return load_policy(folder, emits_kernels=False)
+    policy = small_policy.small_policy()
+    policy.packing, policy.row_buckets = packing_of(small_policy.SHAPES), small_policy.SHAPES.head_rows
+    return policy
+
+
 def _open(folder: Path | None) -> tuple[Card, Callable[[], Proof]]:
     check_card()
-    # The gates share the card with JAX, whose client must not take all of it.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # Imported here: both load Pallas, and the first one JAX's plugin for CUDA.
     from bridge.launcher import Compiler, Launcher
     from isojax.kernels.sealing import seal_calls
@@ -106,10 +132,9 @@ def _open(folder: Path | None) -> tuple[Card, Callable[[], Proof]]:
 
 
 def _small_bundle(processes: int) -> Bundle:
-    from isojax.evidence.small_policy import SHAPES, small_policy
     from isojax.kernels.sealing import seal_policy
 
-    return seal_policy(small_policy(), SHAPES, processes=processes, show_progress=True)
+    return seal_policy(small_policy.small_policy(), small_policy.SHAPES, processes=processes, show_progress=True)
 
 
 def _machine(compiler: Compiler, bundle: Bundle) -> Proof:

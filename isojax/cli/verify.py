@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from contracts import ExecutionContract
+from contracts import ExecutionContract, parse_mesh
 from isojax.evidence.gates import ARCHITECTURES, record_proof, run_gates, select_gates, select_suites
 
 
@@ -21,13 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --arch sm90: prove this policy's kernels, and write that into its contract when all gates pass",
     )
     parser.add_argument("--arch", choices=ARCHITECTURES, default="cpu", help="whose gates to run (default: cpu)")
+    parser.add_argument(
+        "--mesh",
+        type=parse_mesh,
+        default={},
+        metavar="AXIS=DEGREE,...",
+        help="with --arch sm90: prove also that so many cards give one card's bits, as dp=2 or dp=2,fsdp=4",
+    )
     parser.add_argument("--gate", metavar="NAME", action="append", help="only this one; may be given several times")
     parser.add_argument("--json", action="store_true", help="for programs: one object with a list of results")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the gates; 0 if all pass, 1 if one fails."""
-    suites = select_suites(arguments.arch, arguments.folder)
+    suites = select_suites(arguments.arch, arguments.folder, arguments.mesh)
     gates = select_gates(suites, arguments.gate)
     for suite in suites:
         suite.prepare()
@@ -69,4 +76,6 @@ def _summarise(arguments: argparse.Namespace, proved: ExecutionContract | None) 
         return
     print(f"{arguments.folder}: proved on {', '.join(proved.claims.device_kinds)}, ptxas {proved.toolchain.ptxas}")
     print(f"numerical policy {proved.validate_identities().numerical_policy}")
-    print("not proved here: a mesh of more than one card, and the engine as a whole (benchmarks/engine_parity.py)")
+    degrees = ", ".join(f"{axis}={degree}" for axis, degree in arguments.mesh.items())
+    print(f"proved of meshes: {degrees or 'one card'}")
+    print("not proved here: the engine as a whole (benchmarks/engine_parity.py)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -56,20 +56,23 @@ class GateResult:
     detail: str
 
 
-def open_suites(folder: Path | None = None) -> list[GateSuite]:
+def open_suites(folder: Path | None = None, mesh: Mapping[str, int] | None = None) -> list[GateSuite]:
     """The gates of this package, then those that installed packages register; none has run or prepared anything yet.
 
     An entry point of the group `isojax.gates` names a function that takes a policy folder, or None for gates that make
-    their own policy, and returns a GateSuite.
+    their own policy, and the degrees by axis of a mesh to prove, none of them for one device; it returns a GateSuite.
     """
     own = GateSuite("cpu", tuple(Gate(name, "cpu", claim, check) for name, claim, check in cpu_gates.GATES))
     points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
-    return [own, *(point.load()(folder) for point in points)]
+    return [own, *(point.load()(folder, mesh or {}) for point in points)]
 
 
-def select_suites(arch: str, folder: Path | None = None) -> list[GateSuite]:
-    """The suites of an architecture. Raises BadConfig where there is none, or where none is about a policy folder."""
-    known = open_suites(folder)
+def select_suites(arch: str, folder: Path | None = None, mesh: Mapping[str, int] | None = None) -> list[GateSuite]:
+    """The suites of an architecture. mesh: that they are to prove, too.
+
+    Raises BadConfig where there is none, or where none is about a policy folder or a mesh that was named.
+    """
+    known = open_suites(folder, mesh)
     suites = [suite for suite in known if suite.arch == arch]
     if not suites:
         raise BadConfig(
@@ -84,6 +87,13 @@ def select_suites(arch: str, folder: Path | None = None) -> list[GateSuite]:
             found=str(folder),
             allowed=f"none with --arch {arch}",
             reason="These gates make policies of their own; only sealed kernels are proved for one policy.",
+        )
+    if mesh and not any(suite.proof for suite in suites):
+        raise BadConfig(
+            field="--mesh",
+            found=mesh,
+            allowed=f"none with --arch {arch}",
+            reason="What a CPU's contract claims of meshes is proved by the tests of isojax, on virtual devices.",
         )
     return suites
 

@@ -104,7 +104,7 @@ def _write_policy(config: Config, config_folder: Path, folder: Path) -> None:
         with written(folder):
             export_checkpoint(folder, policy, params, files)
         return
-    require_claimable(policy, arch, config.train.mesh.degrees)
+    require_claimable(policy, config.train.mesh.degrees)
     kernels = None
     if arch != "cpu":
         shapes = run_shapes(config, policy.config.max_position)
@@ -118,7 +118,7 @@ def _write_policy(config: Config, config_folder: Path, folder: Path) -> None:
         temperature = config.rollout.temperature
         export_policy(folder, policy, params, files, temperature=temperature, arch=arch, kernels=kernels)
     if kernels is not None:
-        prove_for_run(folder, arch)
+        prove_for_run(folder, arch, config.train.mesh.degrees)
 
 
 def open_policy(

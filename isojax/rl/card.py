@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -81,6 +81,7 @@ def is_proved_for_run(source: Path, config: Config, wanted: KernelShapes) -> boo
         return False
     card = jax.devices()[0].device_kind
     temperature = bits_float(contract.semantics.temperature)
+    mesh = config.train.mesh.degrees
     shapes = load_kernels(source, contract).shapes
     if contract.claims.state != "proved" or card not in contract.claims.device_kinds:
         missing = f"they are not proved on {card}"
@@ -90,6 +91,8 @@ def is_proved_for_run(source: Path, config: Config, wanted: KernelShapes) -> boo
         missing = f"their dtype is {contract.semantics.parameter_dtype} and the run's {config.policy.dtype}"
     elif lacking := shapes.lacking(wanted):
         missing = f"they lack what the run needs of {', '.join(lacking)}"
+    elif unclaimed := [axis for axis, degree in mesh.items() if degree not in contract.claims.axis(axis).allowed]:
+        missing = f"they are not proved with the run's train.mesh.{' and train.mesh.'.join(unclaimed)}"
     else:
         return True
     print(f"isojax: the kernels of {source} are not taken, others are sealed and proved: {missing}", file=sys.stderr)
@@ -110,12 +113,12 @@ def seal_for_run(policy: Policy, shapes: KernelShapes) -> Bundle:
     return kept_or_sealed(policy, shapes, kept, processes=os.cpu_count() or 1)
 
 
-def prove_for_run(folder: Path, arch: str) -> None:
-    """Runs the gates of `arch` on the exported policy and writes what they proved into it.
+def prove_for_run(folder: Path, arch: str, mesh: Mapping[str, int]) -> None:
+    """Runs the gates of `arch` on the exported policy and writes what they proved into it. mesh: the run's degrees.
 
     Raises DifferenceFound, with the gate's own words, at the first that fails: nothing is trained on it then.
     """
-    suites = select_suites(arch, folder)
+    suites = select_suites(arch, folder, {axis: degree for axis, degree in mesh.items() if degree > 1})
     for suite in suites:
         suite.prepare()
     for result in run_gates([gate for suite in suites for gate in suite.gates]):

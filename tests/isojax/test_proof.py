@@ -1,6 +1,7 @@
 """A proof is written into a policy folder as a whole, rotates its numerical policy, and binds ptxas and card."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from kernel_samples import sealed_folder
@@ -56,6 +57,40 @@ def test_a_second_kind_of_card_is_added_and_a_second_ptxas_is_refused(tmp_path):
     check_ptxas(second, PROOF)
 
 
+def _degrees(contract):
+    return {claim.axis: claim.allowed for claim in contract.claims.topology if claim.kind == "invariant"}
+
+
+def test_a_proof_of_a_mesh_claims_it_and_its_axes_alone_and_a_later_one_takes_its_place(tmp_path):
+    folder = sealed_folder(tmp_path / "policy")
+    one = write_proof(folder, PROOF)
+    assert _degrees(one) == {}
+    both = write_proof(folder, replace(PROOF, mesh={"dp": 2, "fsdp": 4}))
+    assert _degrees(both) == {"dp": (1, 2), "fsdp": (1, 4)}
+    assert both == load_contract(folder)
+    for degrees in ({"dp": 2}, {"fsdp": 4}, {"dp": 2, "fsdp": 4}, {}):
+        both.check_mesh(degrees)
+    for degrees in ({"dp": 4}, {"fsdp": 2}, {"tp": 2}):
+        with pytest.raises(MeshNotClaimed):
+            both.check_mesh(degrees)
+    # Neither mesh of the two proofs together has run.
+    other = write_proof(folder, replace(PROOF, mesh={"dp": 1, "fsdp": 8}))
+    assert _degrees(other) == {"fsdp": (1, 8)}
+    assert other.identities.numerical_policy != one.identities.numerical_policy
+    assert _degrees(write_proof(folder, PROOF)) == {}
+
+
+def test_of_two_kinds_of_cards_only_what_both_proved_is_claimed(tmp_path):
+    folder = sealed_folder(tmp_path / "policy")
+    second = Proof("NVIDIA H100 80GB HBM3", "13.0.88", {"dp": 2, "fsdp": 2})
+    write_proof(folder, replace(PROOF, mesh={"fsdp": 2}))
+    found = write_proof(folder, second)
+    assert found.claims.device_kinds == ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    assert _degrees(found) == {"fsdp": (1, 2)}
+    assert _degrees(write_proof(folder, PROOF)) == {}
+    assert _degrees(write_proof(folder, second)) == {}
+
+
 def test_a_crash_between_the_two_files_leaves_a_folder_that_is_refused(tmp_path):
     folder = sealed_folder(tmp_path / "policy")
     before = load_contract(folder)
@@ -79,7 +114,7 @@ def test_a_cpu_contract_has_nothing_to_prove_on_a_card(tmp_path):
 def _suite(monkeypatch, *checks):
     table = tuple(Gate(f"gate{number}", "sm90", "A claim.", check) for number, check in enumerate(checks))
     suite = GateSuite("sm90", table, proof=lambda: PROOF)
-    monkeypatch.setattr(gates, "open_suites", lambda folder: [suite])
+    monkeypatch.setattr(gates, "open_suites", lambda folder, mesh: [suite])
 
 
 def _fails() -> str:

@@ -51,7 +51,7 @@ def policy(tmp_path):
     return sealed_folder(tmp_path / "policy", Bundle(programs, shapes))
 
 
-def _config(policy, *, tokens=256, temperature=1.0, settings=SETTINGS):
+def _config(policy, *, tokens=256, temperature=1.0, settings=SETTINGS, mesh=None):
     return parse_config(
         {
             "name": "run",
@@ -59,7 +59,7 @@ def _config(policy, *, tokens=256, temperature=1.0, settings=SETTINGS):
             "task": {"source": "function", "prompts": "a:b", "reward": "a:c"},
             "rollout": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 3, "temperature": temperature},
             "optimizer": {"learning_rate": 1e-3},
-            "train": {"steps": 1, "micro_batch_tokens": tokens},
+            "train": {"steps": 1, "micro_batch_tokens": tokens, "mesh": mesh or {}},
             "engine": {"settings": dict(settings)},
         },
         source="test",
@@ -79,6 +79,13 @@ def test_a_policy_that_was_proved_on_this_card_is_taken_as_it_is(policy, tmp_pat
     assert capsys.readouterr().err == ""
 
 
+def test_one_that_was_proved_on_the_runs_mesh_is_taken_for_it_and_for_one_card(policy, tmp_path, capsys):
+    write_proof(policy, Proof("a card", "13.0.88", {"dp": 1, "fsdp": 2}))
+    for number, mesh in enumerate(({"fsdp": 2}, {})):
+        assemble._write_policy(_config(policy, mesh=mesh), tmp_path, tmp_path / str(number))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("proof", "changed", "why"),
     [
@@ -88,6 +95,7 @@ def test_a_policy_that_was_proved_on_this_card_is_taken_as_it_is(policy, tmp_pat
         ("a card", {"tokens": 512}, "they lack what the run needs of trainer_tokens"),
         ("a card", {"settings": {**SETTINGS, "max_step_tokens": 16}}, "they lack what the run needs of token_buckets"),
         ("a card", {"settings": {**SETTINGS, "max_sequences": 9}}, "of head_rows, max_requests"),
+        ("a card", {"mesh": {"dp": 2, "fsdp": 2}}, r"not proved with the run's train\.mesh\.dp and train\.mesh\.fsdp"),
     ],
 )
 def test_a_policy_that_lacks_something_is_sealed_and_proved_anew_and_it_is_said(

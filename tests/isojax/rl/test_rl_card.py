@@ -83,12 +83,16 @@ def test_nothing_is_written_unless_every_gate_passes(monkeypatch, tmp_path, caps
     good, bad = (Gate(name, "sm90", "claim", check) for name, check in (("good", lambda: "seen"), ("bad", fails)))
     for gates in ((good, bad), (good,)):
         suite = GateSuite("sm90", gates, proof=lambda: proof)
-        monkeypatch.setattr(card, "select_suites", lambda arch, folder, suite=suite: [suite])
+        asked = []
+        monkeypatch.setattr(
+            card, "select_suites", lambda *given, suite=suite, asked=asked: asked.append(given) or [suite]
+        )
         if bad in gates:
             with pytest.raises(DifferenceFound, match=r"bad.*row 3"):
-                card.prove_for_run(tmp_path, "sm90")
+                card.prove_for_run(tmp_path, "sm90", {"dp": 1, "fsdp": 2})
             assert not written
         else:
-            card.prove_for_run(tmp_path, "sm90")
+            card.prove_for_run(tmp_path, "sm90", {"dp": 1, "fsdp": 2})
+        assert asked == [("sm90", tmp_path, {"fsdp": 2})]
     assert written == [(tmp_path, proof)]
     assert "good" in capsys.readouterr().err

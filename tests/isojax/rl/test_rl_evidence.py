@@ -189,7 +189,7 @@ def test_gates_pass_fail_and_are_chosen_by_name(monkeypatch, tmp_path):
         raise DifferenceFound(field="rows", found=3, allowed=0, reason="They differ.")
 
     table = (Gate("good", "cpu", "A claim.", lambda: "4 rows"), Gate("bad", "cpu", "A claim.", fails))
-    monkeypatch.setattr(gates, "open_suites", lambda folder: [GateSuite("cpu", table)])
+    monkeypatch.setattr(gates, "open_suites", lambda folder, mesh: [GateSuite("cpu", table)])
     suites = select_suites("cpu")
     results = list(run_gates(select_gates(suites)))
     assert [(result.name, result.passed) for result in results] == [("good", True), ("bad", False)]
@@ -201,6 +201,8 @@ def test_gates_pass_fail_and_are_chosen_by_name(monkeypatch, tmp_path):
         select_suites("sm90")
     with pytest.raises(BadConfig, match="FOLDER"):
         select_suites("cpu", tmp_path)
+    with pytest.raises(BadConfig, match=r"--mesh: .*'dp': 2"):
+        select_suites("cpu", None, {"dp": 2})
 
 
 @pytest.mark.slow

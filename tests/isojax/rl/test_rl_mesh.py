@@ -107,11 +107,12 @@ def test_degrees_whose_product_is_more_than_64_bits_are_more_than_there_are():
         open_mesh({"dp": 2**40, "fsdp": 2**40})
 
 
-def test_on_sm90_one_device_is_all_that_will_be_claimed():
-    require_claimable(small_policy(), "cpu", {"dp": 2, "fsdp": 4})
-    require_claimable(small_policy(), "sm90", {"dp": 1, "fsdp": 1})
-    with pytest.raises(MeshNotClaimed, match=r"mesh\.fsdp: found fsdp=2; allowed: fsdp pinned to 1"):
-        require_claimable(small_policy(), "sm90", {"dp": 1, "fsdp": 2})
+def test_a_mesh_that_no_gate_can_prove_is_refused_before_a_contract_is_made():
+    require_claimable(small_policy(), {"dp": 2, "fsdp": 4})
+    with pytest.raises(MeshNotClaimed, match=r"mesh\.dp: found dp=3; allowed: dp in 1, 2, 4, 8"):
+        require_claimable(small_policy(), {"dp": 3})
+    with pytest.raises(MeshNotClaimed, match=r"mesh\.tp: found tp=2; allowed: tp pinned to 1"):
+        require_claimable(small_policy(), {"tp": 2})
 
 
 def test_a_policy_on_other_devices_than_the_configurations_is_refused(tmp_path):

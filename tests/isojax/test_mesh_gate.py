@@ -1,0 +1,62 @@
+"""The gate of a mesh passes on devices that are right, and fails where they are not or where it would prove nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.gates import sm90_suite
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, str(HERE / "mesh_gate_faults.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_two_devices_that_are_right_pass_and_a_changed_weight_is_seen(said):
+    assert (
+        said["right"] == "fsdp=2: 62 tokens and 4 full rows; a changed weight on the last device was caught each time"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("a token", "mesh fsdp=2: found 62 of 62 tokens and 0 of 4 full rows differ"),
+        ("a row", "mesh fsdp=2: found 0 of 62 tokens and 4 of 4 full rows differ"),
+        ("nothing planted", "mesh fsdp=2: found no difference; allowed: a difference"),
+    ],
+)
+def test_a_difference_fails_the_gate_and_so_does_a_fault_that_is_not_seen(said, fault, found):
+    assert said[fault].startswith(f"DifferenceFound: {found}")
+
+
+@pytest.mark.slow
+def test_a_mesh_that_cannot_be_is_refused_by_name(said):
+    assert said["more than there are"].startswith("BadConfig: train.mesh: found dp = 4: 4 devices")
+    assert said["not claimable"].startswith("MeshNotClaimed: mesh.tp: found tp=2; allowed: tp pinned to 1")
+
+
+def test_the_gate_is_there_where_a_mesh_is_named():
+    def names(mesh):
+        return [gate.name for gate in sm90_suite(None, mesh).gates]
+
+    assert names({"dp": 1, "fsdp": 2}) == [*names({}), "mesh"]
+    assert names({"dp": 1}) == names({})
+    assert sm90_suite(None, {"fsdp": 2}).gates[-1].claim.endswith(".")
