@@ -61,8 +61,8 @@ def mesh_gate(policy: Policy, mesh: Mapping[str, int]) -> str:
 def require_provable(policy: Policy, mesh: Mapping[str, int]) -> None:
     """Refuse a mesh that cannot be proved here.
 
-    Raises MeshNotClaimed for an axis or a degree that no gate runs and for weights that do not divide, and BadConfig for
-    more devices than there are.
+    Raises MeshNotClaimed for an axis or a degree that no gate runs and for weights that do not divide, and BadConfig
+    for more devices than there are.
     """
     require_claimable(policy, mesh)
     open_mesh(mesh)
