@@ -33,7 +33,7 @@ WORKLOADS = ("1x128x512", "32x128x512", "256x128x512")
 BESIDE = "isojax_beside"
 #: What each arm runs on, below one folder.
 FOLDERS = {name: "isojax" if name in OURS else "stock" for name in ENVIRONMENTS} | {BESIDE: "beside"}
-COMPARED = ("seconds", "device_ms_a_step", "back_to_back_ms")
+COMPARED = ("seconds", "device_ms_a_step")
 SECONDS_BETWEEN_LOOKS = 0.02
 
 
@@ -48,7 +48,6 @@ def main() -> int:
     )
     parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
     parser.add_argument("--repeats", type=at_least(1), default=3)
-    parser.add_argument("--replay-seconds", type=float, default=1.5, help="of a decode step's graph; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("engine.json"))
     arguments = parser.parse_args()
     workloads = [str(text) for text in arguments.workload or WORKLOADS]
@@ -72,20 +71,18 @@ def main() -> int:
         for arm in started.values():
             arm.wait_until_it_stands()
         head = {**_environment(arguments.folder), **({"beside": arguments.beside.name} if arguments.beside else {})}
-        for arms in measured(started, workloads, arguments.repeats, arguments.replay_seconds):
+        for arms in measured(started, workloads, arguments.repeats):
             arguments.out.write_text(json.dumps({**head, **compared(arms)}, indent=1) + "\n")
     return 1 if any(arm["exit_code"] for arm in arms.values()) else 0
 
 
-def measured(
-    arms: Mapping[str, Arm], workloads: Sequence[str], repeats: int, replay_seconds: float
-) -> Iterator[dict[str, Any]]:
+def measured(arms: Mapping[str, Arm], workloads: Sequence[str], repeats: int) -> Iterator[dict[str, Any]]:
     """What all arms have measured so far, after every round of turns; once more when all have ended."""
     for repeat in range(repeats):
         for workload in workloads:
             # There and back, so that none is always the one that finds the card warm.
             for name in reversed(arms) if repeat % 2 else arms:
-                arms[name].run(workload, replay_seconds if repeat == repeats - 1 else 0.0)
+                arms[name].run(workload)
             yield {name: arm.found() for name, arm in arms.items()}
     for arm in arms.values():
         arm.close()
@@ -112,12 +109,12 @@ class Arm:
         """Returns once the engine has started, or its process has ended."""
         self._wait(0)
 
-    def run(self, workload: str, replay_seconds: float) -> None:
+    def run(self, workload: str) -> None:
         """Has it run the workload once more, and returns when it has, or has ended."""
         wanted = self._content()["served"] + 1
         try:
             assert self.process.stdin is not None
-            self.process.stdin.write(f"{workload} {replay_seconds}\n")
+            self.process.stdin.write(f"{workload}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             return

@@ -5,9 +5,8 @@ Ours generates as a rollout does, through `VllmEngine`, which hands out tokens w
 
     python benchmarks/engine_arm.py ARM FOLDER --workload BATCHxINxOUT ... --out FILE
 
-It writes to FILE once its engine stands. Then it takes lines from standard input until that is closed, each a workload
-and seconds: it runs the workload once more, replays the graph of its last decode step for so long, and writes anew how
-many lines it has served and a row for every workload.
+It writes to FILE once its engine stands. Then it takes lines from standard input until that is closed, each a workload:
+it runs the workload once more, and writes anew how many lines it has served and a row for every workload.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ CACHE_BYTES = 24 << 30
 # Arms stand on the card together, so each asks vLLM for a share of it; the cache's size is given.
 SHARE = 0.3
 STEP_TOKENS = 2048
-REPLAYS = 20
-"""In a row, between two looks at the clock."""
 
 
 class Workload(NamedTuple):
@@ -72,9 +69,8 @@ def main() -> None:
         served = 0
         report(arguments.out, served, found)
         for line in sys.stdin:
-            text, seconds = line.split()
-            workload = Workload.parse(text)
-            found.setdefault(workload, Measured(workload)).run(generate, float(seconds))
+            workload = Workload.parse(line.strip())
+            found.setdefault(workload, Measured(workload)).run(generate)
             served += 1
             report(arguments.out, served, found)
         if not served:
@@ -135,29 +131,23 @@ class Measured:
         self._workload = workload
         self._seconds: list[float] = []
         self._steps: list[float] = []
-        self._back_to_back: float | None = None
 
-    def run(self, generate: Generate, replay_seconds: float) -> None:
-        """Once more, after the warm-up. replay_seconds: how long to replay the last decode step's graph after it."""
+    def run(self, generate: Generate) -> None:
+        """Once more, after the warm-up."""
         if not self._seconds:
             _seconds(generate, self._workload, 0)
         with replays_timed() as replays:
             self._seconds.append(_seconds(generate, self._workload, 1 + len(self._seconds)))
-        if not replays:
-            return
-        # Most replays are decode steps: a median leaves the few of prompts out.
-        self._steps.append(statistics.median(start.elapsed_time(end) for _, start, end in replays))
-        if replay_seconds:
-            self._back_to_back = back_to_back(replays[-1][0], replay_seconds)
+        if replays:
+            # Most replays are decode steps: a median leaves the few of prompts out.
+            self._steps.append(statistics.median(start.elapsed_time(end) for start, end in replays))
 
     def row(self) -> dict[str, Any]:
-        """Medians and spreads. back_to_back_ms: of a replay that waits for nothing but the one before."""
+        """Medians and spreads."""
         seconds, steps = self._seconds, self._steps
         found = {"seconds": statistics.median(seconds), "seconds_spread": max(seconds) - min(seconds)}
         if steps:
             found |= {"device_ms_a_step": statistics.median(steps), "device_ms_spread": max(steps) - min(steps)}
-        if self._back_to_back is not None:
-            found["back_to_back_ms"] = self._back_to_back
         rate = self._workload.batch * self._workload.output / found["seconds"]
         return {**self._workload._asdict(), "runs": len(seconds), **found, "tokens_per_second": rate}
 
@@ -196,46 +186,26 @@ def _generated(llm: Any, prompts: list[list[int]], tokens: int, seed: int) -> se
 
 
 @contextmanager
-def replays_timed() -> Iterator[list[tuple[Any, Any, Any]]]:
-    """Every captured graph that is replayed, with CUDA events before and after it; nothing is waited for."""
+def replays_timed() -> Iterator[list[tuple[Any, Any]]]:
+    """Pairs of CUDA events around every replay of a captured graph; nothing is waited for."""
     import torch
 
-    replay, found = torch.cuda.CUDAGraph.replay, []
+    replay, pairs = torch.cuda.CUDAGraph.replay, []
 
     def timed(graph: Any) -> None:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         replay(graph)
         end.record()
-        found.append((graph, start, end))
+        pairs.append((start, end))
 
     torch.cuda.CUDAGraph.replay = timed
     try:
-        yield found
+        yield pairs
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     finally:
         torch.cuda.CUDAGraph.replay = replay
-
-
-def back_to_back(graph: Any, seconds: float) -> float:
-    """Milliseconds of a replay in a row of many, over the second half of so many seconds, when clocks have settled.
-
-    The step is computed again from the same inputs; what it writes into the cache is there already.
-    """
-    import torch
-
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times: list[float] = []
-    stop = time.perf_counter() + seconds
-    while time.perf_counter() < stop:
-        start.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / REPLAYS)
-    return statistics.median(times[len(times) // 2 :])
 
 
 if __name__ == "__main__":
