@@ -25,13 +25,12 @@ FEW_TOKENS, MIDDLE_TOKENS, MIDDLE_AIM = 64, 512, 1.05
 COPY_AIM = 0.85
 PREFILL_AIM, DECODE_AIM = 1.15, 1.1
 #: A row of a later file stands only where no earlier one has it.
-ATTENTION_FILES = tuple(f"attention_{name}h200.json" for name in ("pages_", "prefill_", "", "page16_"))
+ATTENTION_FILES = tuple(f"attention_{name}h200.json" for name in ("decode_", "steps_", "pages_", "prefill_", ""))
 #: Each with the arms that are taken from it.
 ENGINE_FILES = {
     "engine_qwen3_8b_h200.json": ("isojax",),
     "engine_qwen3_8b_batch_invariant_h200.json": ("batch_invariant",),
-    "engine_qwen3_1b7_h200.json": ("isojax",),
-    "engine_qwen3_1b7_llm_h200.json": ("isojax_llm",),
+    "engine_qwen3_1b7_h200.json": ("isojax", "isojax_llm"),
 }
 ENGINE_AIMS = {"8x8192x64": 1.05}
 TRAINING_AIM = 1.05
@@ -92,7 +91,7 @@ def _attention() -> str:
     lines, seen = [], set()
     rows = [(name.removesuffix(".json"), row) for name in ATTENTION_FILES for row in _load(name)["rows"]]
     for file, row in rows:
-        if (what := (row["what"], row.get("behind"))) in seen:
+        if (what := (row["what"], row.get("behind"), row.get("page"))) in seen:
             continue
         seen.add(what)
         rate = f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['tb_per_s']:.2f} TB/s"

@@ -5,26 +5,25 @@ Made by `benchmarks/performance.py` from the files in `benchmarks/results/`, whi
 command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs larger than the L2 cache; each time is a
 median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Ratios
 above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. Measured
-before kernels got their present form: the trainer on 1.7B shapes; `isojax_llm`; attention's decode rows, launched with
-the kernel for several tokens that decode steps no longer have, those of `attention_h200` and `attention_page16_h200`
-also before pages were fetched by four warps; matmuls of two and eight leaves up to 64 tokens, which had no tiles of
-fewer weight rows; norms and elementwise, which the compiler could still fuse; and the decode step by kernels.
+before kernels got their present form: of attention the decode rows of `attention_pages_h200`, launched with the kernel
+for several tokens that decode steps no longer have; matmuls of two and eight leaves up to 64 tokens, which had no tiles
+of fewer weight rows; norms and elementwise, which the compiler could still fuse; and the decode step by kernels.
 """
 
 ENGINE = """
 Ratios of medians in one run; vLLM 0.26, pages of 16 positions. `isojax` is a rollout, `VllmEngine.generate`, which
 hands out every token with its log-probability; `isojax_llm` is the same engine asked for them through `vllm.LLM`, as
-stock vLLM is. Where seconds are far above device time, the engine waits for the host: of 256 requests stock vLLM ranks
-and wraps every token's value at every step, a rollout keeps them on the device (`bridge/sampled_log.py`). vLLM's
-batch-invariant mode and `isojax_llm` were measured beside stock vLLM in runs of their own. On 8B shapes seconds of two
-runs lie 1% apart, of stock vLLM's 256 requests 16% (7.6 and 9.0 s, ours 7.2). On 1.7B shapes, where the host sets the
-pace, up to 5%, with 32 requests 19%, with 256 up to 39%.
+stock vLLM is. The arms of a run take turns, so that a machine that is slower for a while is slower for all; vLLM's
+batch-invariant mode was measured beside stock vLLM in a run of its own, one arm after the other. Where seconds are far
+above device time, the engine waits for the host: of 256 requests stock vLLM ranks and wraps every token's value at
+every step, a rollout keeps them on the device (`bridge/sampled_log.py`). The two shapes were measured at the same time,
+each on a card of its own of one machine, whose processors ran tests as well, at the lowest priority. On 8B shapes
+seconds of two runs lie up to 5% apart, of stock vLLM's 256 requests 26%. On 1.7B shapes, where the host sets the pace,
+up to 51% for stock vLLM and up to 35% for ours, with prompts of 8192 tokens up to 5%.
 """
 
 TRAINING = """
-32 sequences of 512 tokens, layers computed again in the backward; the native arms are plain XLA. The two beside the
-trainer's own are the same policy written for XLA alone, its head in one piece or in chunks: measured once, no faster
-where there are gradients, and no longer in the benchmark.
+32 sequences of 512 tokens, layers computed again in the backward; the native arm is plain XLA with cuDNN's attention.
 """
 
 WHOLE_STEPS = """
@@ -38,19 +37,19 @@ one machine, and its arms one after the other. With 16 layers of Qwen3-8B's shap
 MISSES = """
 ## What misses its aim
 
-- **256 requests on Qwen3-8B's shapes, device time: 1.03.** The card is at its power limit: while ours decode it draws
-  692 W at 1635 of 1980 MHz, capped in all 43 samples; while stock vLLM's do, 671 W at 1830 MHz, capped in 41 of 44
-  (`engine_power_qwen3_8b_h200.json`), with more pauses: it takes 16.3 ms a step, prompts included, of which a step on
-  the card is 11.2, ours 14.1 and 11.6. Alone a layer takes 272 us (the table above), 9.8 ms for 36. Tried: gate, up and
-  SwiGLU in one kernel, tiles of 128 rows, decode steps without attention's first kernel, pages fetched by four warps,
-  all kept; weights fetched into L2 ahead, without gain. Probably what is left is energy: decode attention has 4 query
-  heads a key head, and the tensor cores multiply 64 rows for them. In seconds a rollout takes 0.87 of stock vLLM's.
-- **8 prompts of 8192 tokens on 8B shapes, seconds: 1.053** (1.05; on 1.7B shapes 1.04), while a decode step is faster:
-  prefill pays, at the power limit in both arms. Attention over pages of 16 takes 1.09 to 1.23 of FlashAttention 3's
-  time there (packed 0.97 to 1.19), products of four leaves up to 1.06 of cuBLAS's at 2048 tokens.
-- **One request on 1.7B shapes, seconds: 1.09**, device time 0.79. Of 1.37 s for 512 tokens, 2.7 ms a step, the card
-  works 1.4 ms; stock vLLM takes 1.26 s. In an earlier run, with other kernels and on another machine, the same rollout
-  took 1.05 s and stock vLLM 1.58 s. The cause is not known.
+- **256 requests on Qwen3-8B's shapes, device time: 1.03.** The card is at its power limit: in a run that sampled it, it
+  drew 692 W at 1635 of 1980 MHz while ours decoded, capped in all 43 samples, and 671 W at 1830 MHz while stock vLLM's
+  did, capped in 41 of 44 (`engine_power_qwen3_8b_h200.json`), with more pauses: stock vLLM takes 19.0 ms a step,
+  prompts included, of which a step on the card is 11.5, ours 14.8 and 11.8. Alone a layer takes 272 us (the table
+  above), 9.8 ms for 36. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without attention's
+  first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain; pages of 128, no
+  faster at 346 tokens. Probably what is left is energy: decode attention has 4 query heads a key head, and the tensor
+  cores multiply 64 rows for them. In seconds a rollout takes 0.78 of stock vLLM's.
+- **8 prompts of 8192 tokens, seconds: 1.06 on 1.7B shapes** (1.05; asked through `vllm.LLM` 1.03), and 1.05 on 8B
+  shapes, while a decode step is faster: prefill pays, at the power limit in both arms. Attention over pages of 16 takes
+  1.14 to 1.18 of FlashAttention 3's time there (packed 0.97 to 1.19; pages of 128 are 2 to 5% faster, as are
+  FlashAttention 3's), products of four leaves up to 1.06 of cuBLAS's at 2048 tokens. A rollout also checked these
+  65,536 tokens one by one, 22 ms on a CPU; since this was measured it asks of all at once, 3 ms.
 - **Prefill attention, 1 x 8192: 1.19** (1.15). Three changes brought it from 1016 to 941 us: the next head's queries
   and keys come while one is computed, a split joins the earlier ones under the next one's scores, a mask costs two
   instructions. What sets the pace is the chain of one warpgroup (scores, softmax, weights), not the tensor cores; the
