@@ -27,6 +27,8 @@ from typing import Any
 from arguments import at_least
 from engine_arm import ENVIRONMENTS, OURS, Workload
 
+from isojax.rl.files import write_atomically
+
 BASELINE = "stock"
 ARMS = ("batch_invariant", "isojax")
 WORKLOADS = ("1x128x512", "32x128x512", "256x128x512")
@@ -35,6 +37,8 @@ BESIDE = "isojax_beside"
 FOLDERS = {name: "isojax" if name in OURS else "stock" for name in ENVIRONMENTS} | {BESIDE: "beside"}
 COMPARED = ("seconds", "device_ms_a_step")
 SECONDS_BETWEEN_LOOKS = 0.02
+LONGEST_TURN = 900
+"""Seconds, a start included."""
 
 
 def main() -> int:
@@ -72,7 +76,7 @@ def main() -> int:
             arm.wait_until_it_stands()
         head = {**_environment(arguments.folder), **({"beside": arguments.beside.name} if arguments.beside else {})}
         for arms in measured(started, workloads, arguments.repeats):
-            arguments.out.write_text(json.dumps({**head, **compared(arms)}, indent=1) + "\n")
+            write_atomically(arguments.out, json.dumps({**head, **compared(arms)}, indent=1) + "\n")
     return 1 if any(arm["exit_code"] for arm in arms.values()) else 0
 
 
@@ -132,7 +136,12 @@ class Arm:
         return {"exit_code": self.process.poll(), "rows": self._content()["rows"]}
 
     def _wait(self, served: int) -> None:
+        end = time.monotonic() + LONGEST_TURN
         while self.process.poll() is None and not (self.out.exists() and self._content()["served"] >= served):
+            if time.monotonic() > end:
+                print(f"{self.out.stem}: nothing for {LONGEST_TURN} s; it is ended", flush=True)
+                self.process.kill()
+                self.process.wait()
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _content(self) -> dict[str, Any]:
@@ -164,13 +173,14 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def compared(arms: dict[str, Any]) -> dict[str, Any]:
-    """The arms, and of each one's workloads the ratios to stock vLLM, where both measured the same."""
+    """The arms, and of each one's workloads the ratios to stock vLLM, where both ran the same as often."""
     stock = {_name(row): row for row in arms[BASELINE]["rows"]}
     ratios: dict[str, dict[str, dict[str, float]]] = {}
     for arm, found in arms.items():
         for row in found["rows"]:
             baseline = stock.get(_name(row))
-            if arm != BASELINE and baseline is not None:
+            # An arm that died half-way has other runs behind its median.
+            if arm != BASELINE and baseline is not None and row["runs"] == baseline["runs"]:
                 shared = [name for name in COMPARED if name in row and name in baseline]
                 ratios.setdefault(arm, {})[_name(row)] = {name: row[name] / baseline[name] for name in shared}
     return {"ratios_to_stock": ratios, "arms": arms}

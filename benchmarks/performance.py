@@ -30,7 +30,9 @@ ATTENTION_FILES = tuple(f"attention_{name}h200.json" for name in ("decode_", "st
 ENGINE_FILES = {
     "engine_qwen3_8b_h200.json": ("isojax",),
     "engine_qwen3_8b_batch_invariant_h200.json": ("batch_invariant",),
-    "engine_qwen3_1b7_h200.json": ("isojax", "isojax_llm"),
+    "engine_qwen3_1b7_h200.json": ("isojax",),
+    "engine_qwen3_8b_turns_h200.json": ("isojax",),
+    "engine_qwen3_1b7_turns_h200.json": ("isojax", "isojax_llm"),
 }
 ENGINE_AIMS = {"8x8192x64": 1.05}
 TRAINING_AIM = 1.05
@@ -109,36 +111,40 @@ def _engine() -> str:
     lines = []
     for name, arms in ENGINE_FILES.items():
         found = _load(name)
+        stock = _by_workload(found, "stock")
         for arm in arms:
-            ratios = found["ratios_to_stock"][arm]
-            rows = {f"{row['batch']}x{row['prompt']}x{row['output']}": row for row in found["arms"][arm]["rows"]}
-            for workload, ratio in ratios.items():
-                row = rows[workload]
-                device = (f"{row['device_ms_a_step']:.2f}", f"{ratio['device_ms_a_step']:.2f}")
-                seconds = (f"{row['tokens_per_second']:.0f}", f"{ratio['seconds']:.2f}")
+            for workload, row in _by_workload(found, arm).items():
+                ratio = found["ratios_to_stock"][arm][workload]
                 aim = f"{ENGINE_AIMS.get(workload, 1.0):.2f}" if arm != "batch_invariant" else ""
-                lines.append((found["policy"], arm, workload, *device, *seconds, aim))
-    titles = (
-        "shapes",
-        "arm",
-        "requests x in x out",
-        "device ms a step",
-        "ratio",
-        "tokens/s",
-        "ratio of seconds",
-        "aim",
-    )
-    return f"## vLLM against stock vLLM\n\n{texts.ENGINE.strip()}\n\n{_table(titles, lines)}"
+                device = (_spread(each, "device_ms_a_step", "device_ms_spread") for each in (row, stock[workload]))
+                seconds = (_spread(each, "seconds", "seconds_spread") for each in (row, stock[workload]))
+                ratios = (f"{ratio[what]:.2f}" for what in ("device_ms_a_step", "seconds"))
+                device_ratio, seconds_ratio = ratios
+                file = name.removesuffix("_h200.json")
+                lines.append((arm, workload, *device, device_ratio, *seconds, seconds_ratio, aim, file))
+    titles = ("arm", "requests x in x out", "device ms a step", "stock's", "ratio", "seconds", "stock's", "ratio")
+    return f"## vLLM against stock vLLM\n\n{texts.ENGINE.strip()}\n\n{_table((*titles, 'aim', 'file'), lines)}"
+
+
+def _by_workload(found: dict[str, Any], arm: str) -> dict[str, dict[str, Any]]:
+    """An arm's rows. Raises ValueError for one that ended before it had measured all."""
+    if found["arms"][arm]["exit_code"]:
+        raise ValueError(f"{arm} of {found['policy']} ended early")
+    return {f"{row['batch']}x{row['prompt']}x{row['output']}": row for row in found["arms"][arm]["rows"]}
+
+
+def _spread(row: dict[str, Any], name: str, spread: str) -> str:
+    return f"{row[name]:.2f} ({row[spread]:.2f})"
 
 
 def _training() -> str:
     lines = [
-        (shapes, row["what"], row["arm"], f"{row['ms']:.0f}", f"{row['working_gib']:.1f}", *_over(row))
+        (shapes, row["what"], row["arm"], *(f"{row[ms]:.0f}" for ms in ("ms", "spread_ms")), *_over(row))
         for shapes, name in TRAINING_FILES.items()
         for row in _load(name)["rows"]
         if "ms" in row
     ]
-    table = _table(("shapes", "what", "arm", "ms", "GiB of work", "exact over this", "aim"), lines)
+    table = _table(("shapes", "what", "arm", "ms", "spread", "exact over this", "aim"), lines)
     return f"## The trainer\n\n{texts.TRAINING.strip()}\n\n{table}"
 
 

@@ -27,7 +27,8 @@ def token_ids(
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise refusal(field=field, found=repr(values)[:80], allowed=allowed, reason="Only whole numbers are token ids.")
     # Asked of all at once, since a rollout's prompts have many tokens; which one is wrong is looked for afterwards.
-    if not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= largest):
+    kinds = set(map(type, values))
+    if not kinds or (kinds == {int} and min(values) >= 0 and max(values) <= largest):
         return tuple(values)
     for place, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):

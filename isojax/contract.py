@@ -24,8 +24,7 @@ from contracts import (
     float_bits,
     topology,
 )
-from contracts.errors import BadConfig
-from contracts.mesh_check import check_mesh
+from contracts.errors import BadConfig, MeshNotClaimed
 from isojax.audit import AuditReport, RegionCall
 from isojax.cpu_arch import cpu_arch
 from isojax.kernels import Bundle, kernel_digests
@@ -44,6 +43,8 @@ CPU_ENGINE_RUNNER, SM90_ENGINE_RUNNER = "vllm_v1", "vllm_v2"
 MESH_GATE = "tests/isojax/test_mesh.py::test_a_sharded_policy_equals_one_device"
 PARITY_GATE = "tests/parity"
 SM90_GATE = "isojax verify --arch sm90"
+CPU_KIND = "cpu"
+"""What JAX calls every CPU. Asked of JAX it would need one that has its CPU, which JAX_PLATFORMS may leave out."""
 # The primitives that own a region of the contract, where they differ between cases.
 _OWNERS: Mapping[str, Mapping[str, tuple[Case, ...]]] = {
     "attention": {"attention": TRAINER_CASES, "paged_attention": ENGINE_CASES},
@@ -109,11 +110,19 @@ def build_contract(
 
 
 def require_claimable(policy: Policy, mesh: Mapping[str, int]) -> None:
-    """Refuse a mesh that no gate can prove of this policy, before a contract is made.
-
-    Raises `MeshNotClaimed` as the contract's own `check_mesh` would.
-    """
-    check_mesh(_model(policy.config, tokenizer_digest({})), _semantics(policy, 1.0), _claims(policy), mesh)
+    """Refuse a mesh that no gate can prove of this policy, before a contract is made. Raises `MeshNotClaimed`."""
+    for axis, degree in mesh.items():
+        degrees = _degrees(policy).get(axis, (1,))
+        if degree not in degrees:
+            raise MeshNotClaimed(
+                field=f"mesh.{axis}",
+                found=f"{axis}={degree}",
+                allowed=f"{axis} in {', '.join(map(str, degrees))}",
+                reason="The gate of meshes runs these degrees alone, where every weight can be cut into as many equal "
+                "pieces."
+                if axis in _degrees(policy)
+                else "No gate runs this axis at another degree.",
+            )
 
 
 def audit_policy(policy: Policy) -> tuple[AuditReport, AuditReport]:
@@ -231,10 +240,7 @@ def _semantics(policy: Policy, temperature: float) -> Semantics:
 
 
 def _claims(policy: Policy) -> Claims:
-    degrees = {
-        "dp": PROVED_DEGREES,
-        "fsdp": tuple(degree for degree in PROVED_DEGREES if fits_fsdp(policy, degree)),
-    }
+    degrees = _degrees(policy)
     return Claims(
         topology=tuple(
             InvariantClaim(axis=axis, degrees=degrees[axis], gate=MESH_GATE)
@@ -242,11 +248,16 @@ def _claims(policy: Policy) -> Claims:
             else PinnedClaim(axis=axis, degree=1, gate=PARITY_GATE)
             for axis in AXES
         ),
-        device_kinds=(jax.local_devices(backend="cpu")[0].device_kind,),
+        device_kinds=(CPU_KIND,),
         state="proved",
         invalidated_by=("device_kind", "instruction_set", "toolchain"),
         tolerances=FrozenMap({}),
     )
+
+
+def _degrees(policy: Policy) -> dict[str, tuple[int, ...]]:
+    """By axis, those at which a gate can compare this policy with one device."""
+    return {"dp": PROVED_DEGREES, "fsdp": tuple(degree for degree in PROVED_DEGREES if fits_fsdp(policy, degree))}
 
 
 def _unproved_claims() -> Claims:

@@ -38,16 +38,19 @@ def test_our_arm_asks_for_options_that_the_engine_has():
 
 def test_an_arm_is_compared_with_stock_on_the_workloads_that_both_measured():
     def row(batch, seconds, **more):
-        return {"batch": batch, "prompt": 128, "output": 512, "seconds": seconds, **more}
+        return {"batch": batch, "prompt": 128, "output": 512, "runs": 3, "seconds": seconds, **more}
 
     arms = {
         "stock": {"exit_code": 0, "rows": [row(1, 2.0, device_ms_a_step=4.0), row(32, 8.0)]},
         "isojax": {"exit_code": 1, "rows": [row(1, 1.0, device_ms_a_step=3.0)]},
         "batch_invariant": {"exit_code": 0, "rows": [row(32, 12.0), row(256, 9.0)]},
+        "isojax_llm": {"exit_code": 1, "rows": [row(1, 1.0, runs=3), row(32, 4.0, runs=1)]},
     }
     assert engine.compared(arms)["ratios_to_stock"] == {
         "isojax": {"1x128x512": {"seconds": 0.5, "device_ms_a_step": 0.75}},
         "batch_invariant": {"32x128x512": {"seconds": 1.5}},
+        # Its last row is of fewer runs than stock's.
+        "isojax_llm": {"1x128x512": {"seconds": 0.5}},
     }
 
 

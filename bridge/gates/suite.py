@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 import torch
 
 from bridge.gates.attention import attention_bindings_gate
@@ -27,6 +29,7 @@ from isojax.evidence.mesh_gate import mesh_gate, require_provable
 from isojax.evidence.proof import Proof, check_ptxas, open_unproved
 from isojax.kernels import packing_of
 from isojax.kernels.calls import KernelCall
+from isojax.mesh_policy import open_mesh
 from isojax.policy.policy import Policy
 from isojax.weights.load import load_policy
 from pallas_kernels.seal import ARCHITECTURE, DEVICE_KIND, SealedProgram, check_sealing_toolchain
@@ -60,6 +63,7 @@ def make_suite(folder: Path | None, mesh: Mapping[str, int]) -> GateSuite:
         if meshes:
             # Before minutes of work that would end in a refusal.
             require_provable(_policy(folder), mesh)
+            require_cards(open_mesh(mesh).devices.flat, torch.cuda.get_device_name())
         opened()
 
     gates = [gate(name, check) for name, check in CHECKS]
@@ -82,6 +86,18 @@ def check_card() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
+def require_cards(devices: Iterable[jax.Device], kind: str) -> None:
+    """Refuse a mesh of anything but cards of one kind, which is what a proof is about. Raises ToolchainMismatch."""
+    found = Counter(f"{device.device_kind} ({device.platform})" for device in devices)
+    if set(found) != {f"{kind} (gpu)"}:
+        raise ToolchainMismatch(
+            field="--mesh",
+            found=", ".join(f"{count} {name}" for name, count in found.items()),
+            allowed=f"cards alone, each an {kind}",
+            reason="These are the devices that JAX takes first; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES decide which.",
+        )
+
+
 def planted_calls(bundle: Bundle) -> list[KernelCall]:
     """Calls with other constants that the gates plant as faults, each once."""
     found: dict[KernelCall, None] = {}
@@ -100,7 +116,7 @@ def _claim(check: Callable[..., str]) -> str:
 def _policy(folder: Path | None) -> Policy:
     """The policy whose kernels this process emits."""
     if folder is not None:
-        # `_open` has said that they are emitted.
+        # What this process emits is said by `_open`.
         return load_policy(folder, emits_kernels=False)
     policy = small_policy.small_policy()
     policy.packing, policy.row_buckets = packing_of(small_policy.SHAPES), small_policy.SHAPES.head_rows

@@ -23,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", choices=ARCHITECTURES, default="cpu", help="whose gates to run (default: cpu)")
     parser.add_argument(
         "--mesh",
-        type=parse_mesh,
-        default={},
+        default="",
         metavar="AXIS=DEGREE,...",
         help="with --arch sm90: prove also that so many cards give one card's bits, as dp=2 or dp=2,fsdp=4",
     )
@@ -34,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the gates; 0 if all pass, 1 if one fails."""
-    suites = select_suites(arguments.arch, arguments.folder, arguments.mesh)
+    mesh = parse_mesh(arguments.mesh)
+    suites = select_suites(arguments.arch, arguments.folder, mesh)
     gates = select_gates(suites, arguments.gate)
     for suite in suites:
         suite.prepare()
@@ -63,10 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _describe(proved: ExecutionContract) -> dict[str, object]:
     return {
         "device_kinds": list(proved.claims.device_kinds),
+        "meshes": _meshes(proved),
         "ptxas": proved.toolchain.ptxas,
         "kernel_manifest": proved.toolchain.kernel_manifest,
         "numerical_policy": proved.validate_identities().numerical_policy,
     }
+
+
+def _meshes(proved: ExecutionContract) -> dict[str, list[int]]:
+    """The degrees that are claimed, by axis, of those that have more than one."""
+    return {claim.axis: list(claim.allowed) for claim in proved.claims.topology if len(claim.allowed) > 1}
 
 
 def _summarise(arguments: argparse.Namespace, proved: ExecutionContract | None) -> None:
@@ -76,6 +82,12 @@ def _summarise(arguments: argparse.Namespace, proved: ExecutionContract | None) 
         return
     print(f"{arguments.folder}: proved on {', '.join(proved.claims.device_kinds)}, ptxas {proved.toolchain.ptxas}")
     print(f"numerical policy {proved.validate_identities().numerical_policy}")
-    degrees = ", ".join(f"{axis}={degree}" for axis, degree in arguments.mesh.items())
-    print(f"proved of meshes: {degrees or 'one card'}")
+    meshes = [f"{axis} in {', '.join(map(str, degrees))}" for axis, degrees in _meshes(proved).items()]
+    print(f"claimed of meshes: {'; '.join(meshes) or 'one card'}")
+    wanted = parse_mesh(arguments.mesh).items()
+    if lost := [axis for axis, degree in wanted if degree not in proved.claims.axis(axis).allowed]:
+        print(
+            f"not claimed: {', '.join(lost)} as asked for, since another kind of card is claimed on which it was not "
+            "proved; export the policy anew to claim this kind alone"
+        )
     print("not proved here: the engine as a whole (benchmarks/engine_parity.py)")

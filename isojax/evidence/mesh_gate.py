@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from contracts.errors import DifferenceFound
+from contracts.errors import BadConfig, DifferenceFound
 from isojax.contract import build_contract, require_claimable
 from isojax.mesh_policy import MeshPolicy, open_mesh
 from isojax.policy.policy import Policy
@@ -32,6 +32,10 @@ def mesh_gate(policy: Policy, mesh: Mapping[str, int]) -> str:
     `require_provable` does.
     """
     require_provable(policy, mesh)
+    if all(degree == 1 for degree in mesh.values()):
+        raise BadConfig(
+            field="mesh", found=dict(mesh), allowed="a degree above 1", reason="There is nothing to compare."
+        )
     wanted = {axis: degree for axis, degree in mesh.items() if degree > 1}
     shallow = _shallow(policy)
     params = shallow.init(jax.random.key(0), scale=0.1)

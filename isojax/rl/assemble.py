@@ -67,6 +67,8 @@ def assemble(config: Config, *, config_folder: Path, folder: RunFolder, resume: 
     if contract is None:
         policy = native_policy(policy, -(-longest // ROW_STEP) * ROW_STEP)
     elif mesh.size > 1:
+        for device in mesh.devices.flat:
+            contract.check_device_kind(device.device_kind)
         policy = MeshPolicy(policy, mesh, contract)
     # The trainer keeps still while the engine captures graphs: work of another thread would break a capture.
     jax.block_until_ready(params)

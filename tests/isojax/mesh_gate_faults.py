@@ -27,6 +27,7 @@ def main() -> None:
     mesh_gate._placed = lambda shallow, degrees: placed(shallow, FrozenMap(degrees))
     found = {"right": said(policy, {"dp": 1, "fsdp": 2})}
     found["more than there are"] = said(policy, {"dp": 4})
+    found["one device"] = said(policy, {"dp": 1})
     found["not claimable"] = said(policy, {"tp": 2})
     with patched(MeshPolicy, "log_probs", last_bit):
         found["a token"] = said(policy, {"fsdp": 2})

@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bridge.gates import sm90_suite
+from bridge.gates.suite import require_cards
+from contracts.errors import ToolchainMismatch
+from isojax.evidence import mesh_gate
 
 HERE = Path(__file__).parent
 
@@ -50,7 +54,23 @@ def test_a_difference_fails_the_gate_and_so_does_a_fault_that_is_not_seen(said, 
 @pytest.mark.slow
 def test_a_mesh_that_cannot_be_is_refused_by_name(said):
     assert said["more than there are"].startswith("BadConfig: train.mesh: found dp = 4: 4 devices")
-    assert said["not claimable"].startswith("MeshNotClaimed: mesh.tp: found tp=2; allowed: tp pinned to 1")
+    assert said["one device"].startswith("BadConfig: mesh: found {'dp': 1}; allowed: a degree above 1")
+    assert said["not claimable"].startswith("MeshNotClaimed: mesh.tp: found tp=2; allowed: tp in 1")
+
+
+def test_each_axis_alone_is_run_as_well_since_a_claim_allows_it():
+    assert list(mesh_gate._parts({"dp": 2, "fsdp": 4})) == [{"dp": 2}, {"fsdp": 4}, {"dp": 2, "fsdp": 4}]
+    assert list(mesh_gate._parts({"fsdp": 4})) == [{"fsdp": 4}]
+
+
+def test_a_mesh_of_anything_but_cards_of_the_proofs_kind_is_refused():
+    def devices(*kinds):
+        return [SimpleNamespace(device_kind=kind, platform="cpu" if kind == "cpu" else "gpu") for kind in kinds]
+
+    require_cards(devices("NVIDIA H200", "NVIDIA H200"), "NVIDIA H200")
+    for others in (("cpu", "cpu"), ("NVIDIA H200", "NVIDIA H100")):
+        with pytest.raises(ToolchainMismatch, match=r"--mesh: found .*1 NVIDIA H100|--mesh: found 2 cpu \(cpu\)"):
+            require_cards(devices(*others), "NVIDIA H200")
 
 
 def test_the_gate_is_there_where_a_mesh_is_named():

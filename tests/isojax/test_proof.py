@@ -113,8 +113,11 @@ def test_a_cpu_contract_has_nothing_to_prove_on_a_card(tmp_path):
 
 def _suite(monkeypatch, *checks):
     table = tuple(Gate(f"gate{number}", "sm90", "A claim.", check) for number, check in enumerate(checks))
-    suite = GateSuite("sm90", table, proof=lambda: PROOF)
-    monkeypatch.setattr(gates, "open_suites", lambda folder, mesh: [suite])
+
+    def suites(folder, mesh):
+        return [GateSuite("sm90", table, proof=lambda: replace(PROOF, mesh=mesh))]
+
+    monkeypatch.setattr(gates, "open_suites", suites)
 
 
 def _fails() -> str:
@@ -133,6 +136,28 @@ def test_verify_records_a_proof_when_all_gates_pass(tmp_path, monkeypatch, capsy
     said = capsys.readouterr().out
     assert "proved on NVIDIA H200, ptxas 13.0.88" in said
     assert "not proved here" in said
+
+
+def test_verify_says_which_meshes_the_contract_claims_now(tmp_path, monkeypatch, capsys):
+    folder = sealed_folder(tmp_path / "policy")
+    _suite(monkeypatch, lambda: "4 rows")
+    verify = ["verify", "--arch", "sm90", str(folder)]
+    assert main([*verify, "--mesh", "dp=2,fsdp=4"]) == 0
+    assert "claimed of meshes: dp in 1, 2; fsdp in 1, 4\n" in capsys.readouterr().out
+    assert main([*verify, "--mesh", "fsdp=2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["proof"]["meshes"] == {"fsdp": [1, 2]}
+    write_proof(folder, Proof("NVIDIA H100 80GB HBM3", "13.0.88"))
+    assert main([*verify, "--mesh", "fsdp=2"]) == 0
+    said = capsys.readouterr().out
+    assert "claimed of meshes: one card\n" in said
+    assert "not claimed: fsdp as asked for, since another kind of card is claimed" in said
+    load_contract(folder).check_mesh({})
+
+
+@pytest.mark.parametrize("mesh", ["foo=2", "dp=0", "dp", "dp=2,dp=2"])
+def test_a_mesh_that_is_misread_is_refused_by_name(mesh, capsys):
+    assert main(["verify", "--arch", "sm90", "--mesh", mesh]) == 2
+    assert "mesh" in capsys.readouterr().err
 
 
 def test_verify_records_nothing_when_a_gate_fails_or_is_left_out(tmp_path, monkeypatch, capsys):

@@ -111,7 +111,7 @@ def test_a_mesh_that_no_gate_can_prove_is_refused_before_a_contract_is_made():
     require_claimable(small_policy(), {"dp": 2, "fsdp": 4})
     with pytest.raises(MeshNotClaimed, match=r"mesh\.dp: found dp=3; allowed: dp in 1, 2, 4, 8"):
         require_claimable(small_policy(), {"dp": 3})
-    with pytest.raises(MeshNotClaimed, match=r"mesh\.tp: found tp=2; allowed: tp pinned to 1"):
+    with pytest.raises(MeshNotClaimed, match=r"mesh\.tp: found tp=2; allowed: tp in 1"):
         require_claimable(small_policy(), {"tp": 2})
 
 
