@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +20,17 @@ from bridge.completions import (
     sampling_params,
     tapped_rows,
 )
+from bridge.engine_calls import first_fault, kept_by_worker, run_requests
 from bridge.handshake import engine_report, kernel_record
-from bridge.non_finite import Fault, fault_of_values
 from bridge.prompts import checked_ids, require_temperature
+from bridge.readiness import require_awake, require_checked_weights, require_sleep
 from bridge.sampled_log import logged_values
 from bridge.start import EngineOptions, start_vllm, stop_vllm
-from bridge.vllm_api import finish_weight_update, weight_version
+from bridge.vllm_api import finish_weight_update
 from bridge.weight_sync import WeightSender, empty_prefix_cache, require_idle
 from bridge.weights import check_parameters
 from contracts import EngineReport, ExecutionContract, check_kernels, load_contract
-from contracts.errors import HandshakeRefused, UnsupportedRequest, WeightDigestMismatch
+from contracts.errors import UnsupportedRequest, WeightDigestMismatch
 from isojax.rl.rollout import Completion, Sampling, TappedRows
 from isojax.weights.digest import digest
 from isojax.weights.load import load_policy
@@ -107,7 +107,7 @@ class VllmEngine:
         run or it sleeps, and WeightDigestMismatch if the engine then holds something else or keeps cached keys of the
         old weights.
         """
-        self._require_awake()
+        require_awake(self._asleep)
         check_parameters(params, self._policy)
         require_idle(self._llm)
         expected = digest(params)
@@ -155,7 +155,7 @@ class VllmEngine:
         requests = [SampleRequest(prompt, sample) for prompt, sample in pairs]
         tokens = [ids[request.prompt] for request in requests]
         row_seed = secrets.randbits(62) if sampling.seed is None else sampling.seed
-        with self._keeping(full_rows, row_seed) as logged:
+        with kept_by_worker(self._rpc, full_rows, row_seed, separate_process=self.options.separate_process) as logged:
             params = [
                 request.sampling_params(number, sampling, reported=not logged)
                 for number, request in enumerate(requests)
@@ -201,14 +201,8 @@ class VllmEngine:
 
         Raises UnsupportedRequest for another level, without the setting sleep_mode, while asleep or requests run.
         """
-        self._require_awake()
-        if not self.options.sleep_mode or level not in (1, 2):
-            raise UnsupportedRequest(
-                field="sleep",
-                found=f"level {level}, engine.settings.sleep_mode {str(self.options.sleep_mode).lower()}",
-                allowed="level 1 or 2 of an engine that was started with sleep_mode",
-                reason="vLLM allocates memory that it can give back only where it was told so at the start.",
-            )
+        require_awake(self._asleep)
+        require_sleep(level, prepared=self.options.sleep_mode)
         require_idle(self._llm)
         self._asleep = True
         if level == 2:
@@ -250,70 +244,14 @@ class VllmEngine:
         stop_vllm(self._llm)
         self._digest = None
 
-    @contextmanager
-    def _keeping(self, full_rows: int, seed: int) -> Iterator[bool]:
-        """While the block runs the worker keeps this many full rows and, if it can, what is sampled: gives whether."""
-        ended = False
-        try:
-            # Both anew, whatever a call that failed has left.
-            logged = self._rpc("isojax_log_sampled", True)
-            self._rpc("isojax_tap_rows", full_rows, seed)
-            yield logged
-            ended = True
-        finally:
-            # Ctrl-C also reaches an engine in a process of its own, which ends and would never answer.
-            if ended or not self.options.separate_process:
-                self._rpc("isojax_log_sampled", False)
-                self._rpc("isojax_tap_rows", 0, 0)
-
     def _run(self, tokens: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
-        from vllm.inputs import TokensPrompt
-
-        try:
-            prompts = [TokensPrompt(prompt_token_ids=ids) for ids in tokens]
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        except BaseException:
-            # Also Ctrl-C: nothing may stay in flight, or the next sync could not run.
-            engine = self._llm.llm_engine
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-            raise
+        outputs = run_requests(self._llm, tokens, params)
         self.cached_tokens = [output.num_cached_tokens or 0 for output in outputs]
         return outputs
 
-    def _require_awake(self) -> None:
-        if self._asleep:
-            raise UnsupportedRequest(
-                field="engine",
-                found="asleep",
-                allowed="awake: engine.wake_up() first",
-                reason="Its memory on the card belongs to somebody else.",
-            )
-
     def _require_ready(self) -> str:
-        self._require_awake()
-        if not self._reported:
-            raise HandshakeRefused(
-                field="handshake",
-                found="none",
-                allowed="contracts.handshake(contract, engine.report()) before the first request",
-                reason="Nobody has checked that this engine runs the trainer's contract.",
-            )
-        if self._digest is None:
-            raise WeightDigestMismatch(
-                field="weights",
-                found="no successful sync",
-                allowed="engine.sync(params) first",
-                reason="Whose weights these are has not been checked.",
-            )
-        version = weight_version(self._llm)
-        if version is not None and version != self._digest:
-            raise WeightDigestMismatch(
-                field="weight version in vLLM",
-                found=version,
-                allowed=self._digest,
-                reason="Somebody else has updated this engine's weights since the last sync.",
-            )
-        return self._digest
+        require_awake(self._asleep)
+        return require_checked_weights(self._llm, reported=self._reported, digest=self._digest)
 
     def _checked_ids(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[int]]:
         longest = self._llm.llm_engine.vllm_config.model_config.max_model_len - 1
@@ -321,18 +259,11 @@ class VllmEngine:
         return checked_ids(prompts, sampling, self._contract.model.vocab_size, longest)
 
     def _refuse_faults(self, requests: Sequence[SampleRequest], values: Sequence[tuple[int, np.ndarray]]) -> None:
-        """values: of every request the position of its first row, and its rows' log-probabilities."""
-        faults = [Fault(**fields) for fields in self._rpc("isojax_take_faults")]
-        if not faults:
-            # On a card the worker asks the device nothing, so what comes back has to tell.
-            shown = [fault_of_values(str(requests[n]), n, *positioned) for n, positioned in enumerate(values)]
-            faults = [fault for fault in shown if fault is not None]
-        if not faults:
-            return
-        # The cache holds keys of the rows that failed.
-        self._empty_prefix_cache()
-        first = min(faults, key=lambda fault: (fault.record or 0, fault.position))
-        raise first.error(None if first.record is None else str(requests[first.record]))
+        refusal = first_fault(self._rpc, requests, values)
+        if refusal is not None:
+            # The cache holds keys of the rows that failed.
+            self._empty_prefix_cache()
+            raise refusal
 
     def _empty_prefix_cache(self) -> None:
         try:
@@ -351,5 +282,5 @@ class VllmEngine:
         self._checked |= set(new)
 
     def _rpc(self, method: str, *arguments: Any) -> Any:
-        self._require_awake()
+        require_awake(self._asleep)
         return self._llm.collective_rpc(method, args=arguments)[0]

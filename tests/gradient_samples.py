@@ -20,12 +20,25 @@ def gradients(policy, params, sequences, *, with_entropy=False):
     weights_T = np.zeros(len(batch.tokens), np.float32)
     for number, weights in enumerate(_weights([len(sequence) for sequence in sequences])):
         weights_T[np.flatnonzero(np.asarray(batch.segment_ids) == number)[:-1]] = weights
+    return rows_and_gradients(policy, params, batch, weights_T, with_entropy=with_entropy)[1]
 
-    def loss(params, probe_T):
+
+def rows_and_gradients(policy, params, batch, weights_T=None, *, with_entropy=False):
+    """Log-probability of every row, and gradients of their weighted sum: the parameters', and the probe's, the entropy.
+
+    weights_T: 1 by default for the rows that count. Only the policy's form is compiled in, so that tests of one form
+    and one length share what was compiled.
+    """
+
+    def loss(params, probe_T, buffers, batch, weights_T):
         probe = {"entropy_probe": probe_T} if with_entropy else {}
-        return jnp.sum(policy.score(params, policy.buffers, batch, 1.0, **probe) * weights_T)
+        rows_T = policy.score(params, buffers, batch, 1.0, **probe)
+        return jnp.sum(rows_T * weights_T), rows_T
 
-    return jax.jit(jax.grad(loss, (0, 1)))(params, jnp.zeros(len(batch.tokens)))
+    weights_T = np.asarray(batch.mask, np.float32) if weights_T is None else weights_T
+    both = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, rows_T), found = both(params, jnp.zeros(len(batch.tokens)), policy.buffers, batch, weights_T)
+    return rows_T, found
 
 
 def plain_gradients(policy, params, sequences, dtype=jnp.float32):

@@ -63,7 +63,10 @@ class MeshStep:
     def __init__(self, policy: Policy, params: Parameters, mesh: Mesh, score: Callable[..., jax.Array]) -> None:
         specs = parameter_specs(policy, mesh)
         self.score = score
-        self.params = {key: jax.device_put(value, NamedSharding(mesh, specs[key])) for key, value in params.items()}
+        # From the host, where cutting an array compiles nothing.
+        self.params = {
+            key: jax.device_put(np.asarray(value), NamedSharding(mesh, specs[key])) for key, value in params.items()
+        }
         shards = mesh.shape.get("dp", 1) * mesh.shape.get("fsdp", 1)
         self.batch = pack(SEQUENCES, length_multiple=16, shards=shards)
         placed = jax.device_put(self.batch, NamedSharding(mesh, batch_spec(mesh)))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from gradient_samples import rows_and_gradients
 from hugging_face_reference import (
     random_checkpoint,
     reference_gradients,
@@ -62,12 +63,8 @@ def test_gradients_are_those_of_hugging_face(name: str, tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path, FAMILIES[name])
     policy, params = isojax.load(tmp_path, "float32")
     [sequence] = random_sequences(24)
-    batch = isojax.pack([sequence])
-
-    def total(params: dict[str, jax.Array]) -> jax.Array:
-        return jnp.sum(jnp.where(batch.mask, policy.score(params, policy.buffers, batch), 0.0))
-
-    found = dict(unpack(policy.config, jax.device_get(jax.jit(jax.grad(total))(params))))
+    _, (gradients, _) = rows_and_gradients(policy, params, isojax.pack([sequence]))
+    found = dict(unpack(policy.config, jax.device_get(gradients)))
     expected = reference_gradients(model, sequence)
     assert found.keys() == expected.keys()
     for tensor, gradient in expected.items():

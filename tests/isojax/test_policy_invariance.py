@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gradient_samples import rows_and_gradients
 from policy_samples import bits, random_sequences, rows_of, tiny_policy
 
 from contracts.errors import BadConfig, EmptyBatch, PromptTooLong
@@ -60,12 +61,7 @@ def test_gradients_and_remat_move_no_bit_of_the_forward() -> None:
     found = [bits(policy.log_probs(params, batch))]
     for remat in ("none", "layer"):
         policy = Policy(policy.config, dtype=policy.dtype, remat=remat)
-
-        def loss(params: dict[str, jax.Array], policy=policy) -> tuple[jax.Array, jax.Array]:
-            rows = policy.score(params, policy.buffers, batch)
-            return jnp.sum(jnp.where(batch.mask, rows, 0.0)), rows
-
-        (_, rows), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        rows, (gradients, _) = rows_and_gradients(policy, params, batch)
         found.append(bits(rows))
         assert all(np.isfinite(np.asarray(value, np.float32)).all() for value in gradients.values())
     for other in found[1:]:

@@ -54,14 +54,18 @@ def test_a_run_that_fails_is_named_and_the_others_are_compared(tmp_path):
         def command(self, resume):
             return [sys.executable, "-c", "raise SystemExit('the card is gone')"]
 
+    class Ended(_SmallRun):
+        def command(self, resume):
+            assert resume, "it has its last checkpoint"
+            return [sys.executable, "-c", ""]
+
     trainer = small_trainer(tmp_path / "whole", run_config(train={"steps": 1}))
     trainer.run(show_progress=False)
     trainer.close()
-    whole = _small_run(tmp_path / "whole")
+    whole = Ended(tmp_path, RunFolder(tmp_path / "whole"))
     broken = Broken(tmp_path, RunFolder(tmp_path / "broken"))
     arguments = SimpleNamespace(kills=0, runs=2, seed=1)
     pace = kill_resume_runs.Pace(to_first_step=5.0, a_step=0.3)
-    # The whole run resumes at its end and has nothing to do.
     *_, found = kill_resume.killed_side_by_side(whole, [broken, whole], pace, arguments, [])
     assert len(found) == 1
     assert found[0].startswith("run 0: RuntimeError")
