@@ -129,7 +129,10 @@ class Arm:
 
     def close(self) -> None:
         """Has it end."""
-        self.process.communicate()
+        try:
+            self.process.communicate(timeout=LONGEST_TURN)
+        except subprocess.TimeoutExpired:
+            self._end()
 
     def found(self) -> dict[str, Any]:
         """Its rows; what it measured before it failed is kept. exit_code: None while it runs."""
@@ -139,10 +142,13 @@ class Arm:
         end = time.monotonic() + LONGEST_TURN
         while self.process.poll() is None and not (self.out.exists() and self._content()["served"] >= served):
             if time.monotonic() > end:
-                print(f"{self.out.stem}: nothing for {LONGEST_TURN} s; it is ended", flush=True)
-                self.process.kill()
-                self.process.wait()
+                self._end()
             time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def _end(self) -> None:
+        print(f"{self.out.stem}: nothing for {LONGEST_TURN} s; it is ended", flush=True)
+        self.process.kill()
+        self.process.wait()
 
     def _content(self) -> dict[str, Any]:
         nothing: dict[str, Any] = {"served": 0, "rows": []}

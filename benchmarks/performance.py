@@ -118,8 +118,7 @@ def _engine() -> str:
                 aim = f"{ENGINE_AIMS.get(workload, 1.0):.2f}" if arm != "batch_invariant" else ""
                 device = (_spread(each, "device_ms_a_step", "device_ms_spread") for each in (row, stock[workload]))
                 seconds = (_spread(each, "seconds", "seconds_spread") for each in (row, stock[workload]))
-                ratios = (f"{ratio[what]:.2f}" for what in ("device_ms_a_step", "seconds"))
-                device_ratio, seconds_ratio = ratios
+                device_ratio, seconds_ratio = f"{ratio['device_ms_a_step']:.2f}", f"{ratio['seconds']:.2f}"
                 file = name.removesuffix("_h200.json")
                 lines.append((arm, workload, *device, device_ratio, *seconds, seconds_ratio, aim, file))
     titles = ("arm", "requests x in x out", "device ms a step", "stock's", "ratio", "seconds", "stock's", "ratio")

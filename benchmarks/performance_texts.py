@@ -16,9 +16,8 @@ Medians of one run, in parentheses their spread (largest less smallest), and rat
 `isojax_llm` is the same engine asked for them through `vllm.LLM`, as stock vLLM is. Where seconds are far above device
 time, the engine waits for the host: of 256 requests stock vLLM ranks and wraps every token's value at every step, a
 rollout keeps them on the device (`bridge/sampled_log.py`). In the first three files one arm was measured after the
-other on a machine that did nothing else. In those named `turns` arms took turns, run by run; both shapes were measured
-at the same time, each on a card of its own, while the machine's processors ran tests: what waits for the host scatters
-there, device time less.
+other. In those named `turns` arms took turns, run by run; both shapes were measured at the same time, each on a card of
+its own, while the machine's processors ran tests: what waits for the host scatters there, device time less.
 
 On 1.7B shapes the host sets the pace, and machines differ: one request took a rollout 1.37 s against stock vLLM's 1.26
 on one machine, 1.35 against 1.44 in turns on another, and there alone, one process after the other, 0.86 against 1.18
@@ -42,18 +41,17 @@ MISSES = """
 
 - **256 requests on Qwen3-8B's shapes, device time: 1.03**, in both runs. The card is at its power limit: while ours
   decode it draws 692 W at 1635 of 1980 MHz, capped in all 43 samples; while stock vLLM's do, 671 W at 1830 MHz, capped
-  in 41 of 44 (`engine_power_qwen3_8b_h200.json`, of the run on the quiet machine), with more pauses: it takes 16.3 ms a
-  step, prompts included, of which a step on the card is 11.2, ours 14.1 and 11.6. Alone a layer takes 272 us (the table
-  above), 9.8 ms for 36. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without attention's
-  first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain; attention over pages
-  of 128, no faster at 346 tokens. Probably what is left is energy: decode attention has 4 query heads a key head, and
-  the tensor cores multiply 64 rows for them. In seconds a rollout takes 0.87 of stock vLLM's, in the other run 0.78.
+  in 41 of 44 (`engine_power_qwen3_8b_h200.json`, of the first run), with more pauses: it takes 16.3 ms a step, prompts
+  included, of which a step on the card is 11.2, ours 14.1 and 11.6. Alone a layer takes 272 us (the table above), 9.8
+  ms for 36. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without attention's first kernel,
+  pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain; attention over pages of 128, no
+  faster at 346 tokens. Probably what is left is energy: decode attention has 4 query heads a key head, and the tensor
+  cores multiply 64 rows for them. In seconds a rollout takes 0.87 of stock vLLM's, in the other run 0.78.
 - **8 prompts of 8192 tokens, seconds: 1.053 and 1.050 on 8B shapes, 1.04 and 1.06 on 1.7B** (1.05), while a decode step
-  is faster: prefill pays, on 8B shapes at the power limit in both arms. Attention over pages of 16 takes 1.14 to 1.18
-  of FlashAttention 3's time there, packed 0.97 to 1.19; pages of 128 take ours 2 to 5% less time and FlashAttention 3's
-  4 to 9%, which leaves 1.14 to 1.25. Products of four leaves take up to 1.06 of cuBLAS's time at 2048 tokens for the
-  two that a Qwen3 layer cuts. A rollout also checked these 65,536 tokens one by one; since these runs it asks of all at
-  once.
+  is faster: prefill pays. Attention over pages of 16 takes 1.14 to 1.18 of FlashAttention 3's time there, packed 0.97
+  to 1.19; pages of 128 take ours 2 to 5% less time and FlashAttention 3's 4 to 9%, which leaves 1.14 to 1.25. Products
+  of four leaves take up to 1.06 of cuBLAS's time at 2048 tokens for the two that a Qwen3 layer cuts. A rollout also
+  checked these 65,536 tokens one by one; since these runs it asks of all at once.
 - **One request on 1.7B shapes, seconds**: 1.09 in one run, 0.94 and 0.73 in others, see above; device time 0.79 to
   0.85. A step takes the host 1.75 ms when nothing disturbs it and the card 1.45, so either may be the slower one. Of
   the host's time 0.32 ms are vLLM's inputs, 0.44 the draw and its log, 0.19 the head's launches.

@@ -111,8 +111,9 @@ def build_contract(
 
 def require_claimable(policy: Policy, mesh: Mapping[str, int]) -> None:
     """Refuse a mesh that no gate can prove of this policy, before a contract is made. Raises `MeshNotClaimed`."""
+    provable = _degrees(policy)
     for axis, degree in mesh.items():
-        degrees = _degrees(policy).get(axis, (1,))
+        degrees = provable.get(axis, (1,))
         if degree not in degrees:
             raise MeshNotClaimed(
                 field=f"mesh.{axis}",
@@ -120,7 +121,7 @@ def require_claimable(policy: Policy, mesh: Mapping[str, int]) -> None:
                 allowed=f"{axis} in {', '.join(map(str, degrees))}",
                 reason="The gate of meshes runs these degrees alone, where every weight can be cut into as many equal "
                 "pieces."
-                if axis in _degrees(policy)
+                if axis in provable
                 else "No gate runs this axis at another degree.",
             )
 

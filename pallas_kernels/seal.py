@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -90,7 +91,7 @@ class SealedProgram:
 
 
 def check_sealing_toolchain() -> None:
-    """Raises ToolchainMismatch unless the installed JAX is the one whose bytes are sealed."""
+    """Raises ToolchainMismatch unless the installed JAX is the one whose bytes are sealed, and counts in 32 bits."""
     for name, found in (("jax", jax.__version__), ("jaxlib", jaxlib.__version__)):
         if found != SEALING_JAX:
             raise ToolchainMismatch(
@@ -99,6 +100,13 @@ def check_sealing_toolchain() -> None:
                 allowed=SEALING_JAX,
                 reason="Kernels are lowered with one version only, because another lowers to other bytes.",
             )
+    if jnp.result_type(int) != jnp.int32:
+        raise ToolchainMismatch(
+            field="JAX_ENABLE_X64",
+            found="64-bit types",
+            allowed="unset, or 0",
+            reason="The same lines then count in int64, which lowers to other bytes, and some to none.",
+        )
 
 
 def seal_program(

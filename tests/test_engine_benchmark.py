@@ -106,6 +106,25 @@ def test_arms_start_together_and_take_turns(tmp_path, monkeypatch):
     assert [line.replace("ends", "starts") for line in lines[1::2]] == lines[::2]
 
 
+def test_an_arm_that_hangs_is_ended_and_what_it_measured_is_kept(tmp_path, monkeypatch, capsys):
+    """While it measures, and when it should end."""
+    hang = 'if rows and sys.argv[1] == "isojax":\n        time.sleep(600)\n    with log.open("a") as file:'
+    script = (
+        STAND_IN.replace('with log.open("a") as file:', hang, 1) + 'if sys.argv[1] == "stock":\n    time.sleep(600)\n'
+    )
+    (tmp_path / "engine_arm.py").write_text(script)
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
+    arms = {name: engine.Arm.start(name, tmp_path, ["1x8x8"]) for name in ("stock", engine.BESIDE)}
+    assert list(arms[engine.BESIDE].process.args)[2:4] == ["isojax", str(tmp_path / "beside")]
+    for arm in arms.values():
+        arm.wait_until_it_stands()
+    monkeypatch.setattr(engine, "LONGEST_TURN", 1)
+    *_, found = engine.measured(arms, ["1x8x8"], 2)
+    assert {name: arm["exit_code"] for name, arm in found.items()} == {"stock": -9, engine.BESIDE: -9}
+    assert [found[name]["rows"][0]["runs"] for name in arms] == [2, 1]
+    assert capsys.readouterr().out.count("nothing for 1 s; it is ended") == 2
+
+
 def test_a_workloads_first_run_is_not_counted(monkeypatch):
     asked = []
 

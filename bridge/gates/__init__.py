@@ -8,7 +8,7 @@ from pathlib import Path
 from isojax.evidence.gates import GateSuite
 
 
-def sm90_suite(folder: Path | None = None, mesh: Mapping[str, int] | None = None) -> GateSuite:
+def sm90_suite(folder: Path | None = None, mesh: Mapping[str, int] = {}) -> GateSuite:
     """The gates over a policy's own kernels, or over those of a small policy that are sealed on the spot.
 
     mesh: degrees by axis that are to be proved on this machine's cards, too.
@@ -16,4 +16,4 @@ def sm90_suite(folder: Path | None = None, mesh: Mapping[str, int] | None = None
     # Imported here: gates of a CPU are listed without torch.
     from bridge.gates.suite import make_suite
 
-    return make_suite(folder, mesh or {})
+    return make_suite(folder, mesh)

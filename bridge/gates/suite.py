@@ -91,7 +91,7 @@ def require_cards(devices: Iterable[jax.Device], kind: str) -> None:
     found = Counter(f"{device.device_kind} ({device.platform})" for device in devices)
     if set(found) != {f"{kind} (gpu)"}:
         raise ToolchainMismatch(
-            field="--mesh",
+            field="mesh",
             found=", ".join(f"{count} {name}" for name, count in found.items()),
             allowed=f"cards alone, each an {kind}",
             reason="These are the devices that JAX takes first; JAX_PLATFORMS and CUDA_VISIBLE_DEVICES decide which.",

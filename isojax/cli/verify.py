@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(f"{sum(result.passed for result in results)} of {len(results)} gates pass")
         if arguments.folder is not None:
-            _summarise(arguments, proved)
+            _summarise(arguments, mesh, proved)
     return 0 if passed else 1
 
 
@@ -75,7 +76,7 @@ def _meshes(proved: ExecutionContract) -> dict[str, list[int]]:
     return {claim.axis: list(claim.allowed) for claim in proved.claims.topology if len(claim.allowed) > 1}
 
 
-def _summarise(arguments: argparse.Namespace, proved: ExecutionContract | None) -> None:
+def _summarise(arguments: argparse.Namespace, mesh: Mapping[str, int], proved: ExecutionContract | None) -> None:
     if proved is None:
         why = "only some gates ran" if arguments.gate else "a gate failed"
         print(f"{arguments.folder}: its contract is unchanged, since {why}")
@@ -84,8 +85,7 @@ def _summarise(arguments: argparse.Namespace, proved: ExecutionContract | None) 
     print(f"numerical policy {proved.validate_identities().numerical_policy}")
     meshes = [f"{axis} in {', '.join(map(str, degrees))}" for axis, degrees in _meshes(proved).items()]
     print(f"claimed of meshes: {'; '.join(meshes) or 'one card'}")
-    wanted = parse_mesh(arguments.mesh).items()
-    if lost := [axis for axis, degree in wanted if degree not in proved.claims.axis(axis).allowed]:
+    if lost := [axis for axis, degree in mesh.items() if degree not in proved.claims.axis(axis).allowed]:
         print(
             f"not claimed: {', '.join(lost)} as asked for, since another kind of card is claimed on which it was not "
             "proved; export the policy anew to claim this kind alone"

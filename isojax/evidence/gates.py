@@ -56,7 +56,7 @@ class GateResult:
     detail: str
 
 
-def open_suites(folder: Path | None = None, mesh: Mapping[str, int] | None = None) -> list[GateSuite]:
+def open_suites(folder: Path | None = None, mesh: Mapping[str, int] = {}) -> list[GateSuite]:
     """The gates of this package, then those that installed packages register; none has run or prepared anything yet.
 
     An entry point of the group `isojax.gates` names a function that takes a policy folder, or None for gates that make
@@ -64,10 +64,10 @@ def open_suites(folder: Path | None = None, mesh: Mapping[str, int] | None = Non
     """
     own = GateSuite("cpu", tuple(Gate(name, "cpu", claim, check) for name, claim, check in cpu_gates.GATES))
     points = sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)
-    return [own, *(point.load()(folder, mesh or {}) for point in points)]
+    return [own, *(point.load()(folder, mesh) for point in points)]
 
 
-def select_suites(arch: str, folder: Path | None = None, mesh: Mapping[str, int] | None = None) -> list[GateSuite]:
+def select_suites(arch: str, folder: Path | None = None, mesh: Mapping[str, int] = {}) -> list[GateSuite]:
     """The suites of an architecture. mesh: that they are to prove, too.
 
     Raises BadConfig where there is none, or where none is about a policy folder or a mesh that was named.

@@ -41,11 +41,11 @@ def mesh_gate(policy: Policy, mesh: Mapping[str, int]) -> str:
     params = shallow.init(jax.random.key(0), scale=0.1)
     found = []
     for degrees in _parts(wanted):
-        placed = _placed(shallow, degrees)
-        completions = _completions(shallow, params, placed.shards)
+        on_mesh = placed(shallow, degrees)
+        completions = completions_of(shallow, params, _lengths(shallow, on_mesh.shards), _capacity(shallow))
         name = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
-        pieces = jax.device_put(params, placed.placement.shardings(params))
-        seen = _compared(placed, pieces, completions)
+        pieces = jax.device_put(params, on_mesh.placement.shardings(params))
+        seen = _compared(on_mesh, pieces, completions)
         if not seen.exact:
             raise _failed(
                 name,
@@ -54,7 +54,7 @@ def mesh_gate(policy: Policy, mesh: Mapping[str, int]) -> str:
                 "0",
                 str(seen.first),
             )
-        if _compared(placed, _spoiled(pieces), completions).exact:
+        if _compared(on_mesh, _spoiled(pieces), completions).exact:
             raise _failed(
                 name, "no difference", "a difference", "The last device's weights were changed: this proves nothing."
             )
@@ -88,18 +88,26 @@ def _shallow(policy: Policy) -> Policy:
     return found
 
 
-def _placed(policy: Policy, degrees: Mapping[str, int]) -> MeshPolicy:
+def placed(policy: Policy, degrees: Mapping[str, int]) -> MeshPolicy:
+    """The policy on a mesh of these degrees, which nothing needs to have proved."""
     # What is proved here is in no card's contract yet, and without a claim no mesh is made. A CPU's contract claims all
     # that a gate could prove.
     return MeshPolicy(policy, open_mesh(degrees), build_contract(policy, tokenizer={}))
 
 
-def _completions(policy: Policy, params: Parameters, shards: int) -> list[Completion]:
-    """Random sequences for every shard as an engine on one device would return them, a full row of each included."""
-    capacity = _capacity(policy)
+def _lengths(policy: Policy, shards: int) -> list[int]:
+    """Of sequences, several for every shard."""
+    longest = min(_capacity(policy) // 2, policy.config.max_position)
+    some = np.random.default_rng(0).integers(2, longest, SEQUENCES_A_SHARD * shards, endpoint=True)
+    return [longest, 2, *some.tolist()]
+
+
+def completions_of(policy: Policy, params: Parameters, lengths: Sequence[int], capacity: int) -> list[Completion]:
+    """Random sequences as an engine on one device would return them: every log-probability, and a full row of each.
+
+    lengths: of prompt and completion together, 2 tokens or more. capacity: tokens of a micro-batch that scores them.
+    """
     generator = np.random.default_rng(0)
-    longest = min(capacity // 2, policy.config.max_position)
-    lengths = [longest, 2, *generator.integers(2, longest, SEQUENCES_A_SHARD * shards, endpoint=True).tolist()]
     bare = []
     for index, length in enumerate(lengths):
         prompt, tokens = np.split(generator.integers(0, policy.config.vocab_size, length), [max(1, length // 4)])
@@ -120,8 +128,8 @@ def _completions(policy: Policy, params: Parameters, shards: int) -> list[Comple
     ]
 
 
-def _compared(placed: MeshPolicy, pieces: Parameters, completions: Sequence[Completion]) -> Mismatch:
-    return check_rollout(placed, pieces, completions, 1.0, _capacity(placed))
+def _compared(on_mesh: MeshPolicy, pieces: Parameters, completions: Sequence[Completion]) -> Mismatch:
+    return check_rollout(on_mesh, pieces, completions, 1.0, _capacity(on_mesh))
 
 
 def _capacity(policy: Policy) -> int:

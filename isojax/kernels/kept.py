@@ -28,9 +28,9 @@ def kept_or_sealed(policy: Policy, shapes: KernelShapes, folder: Path | None, *,
     """The policy's kernels: those that an earlier call left below `folder`, else sealed now and left there.
 
     shapes: with max_context filled in. folder: where compiled programs are kept, None to keep nothing. They are found
-    by a hash of the calls, of JAX's versions, of whether it counts in 64 bits and of every line of the package that
-    lowers them, and each module's own hash is computed again. Kept kernels that are damaged are sealed anew, and a disk
-    that takes none is no error: stderr says so. Raises as `seal_policy`.
+    by a hash of the calls, of JAX's versions and of every line of the package that lowers them, and each module's own
+    hash is computed again. Kept kernels that are damaged are sealed anew, and a disk that takes none is no error:
+    stderr says so. Raises as `seal_policy`.
     """
     if folder is None:
         return seal_policy(policy, shapes, processes=processes, show_progress=True)
@@ -54,11 +54,7 @@ def kept_or_sealed(policy: Policy, shapes: KernelShapes, folder: Path | None, *,
 def _key(policy: Policy, shapes: KernelShapes) -> str:
     calls = sorted(repr(call) for call in kernel_calls(policy, shapes))
     versions = [jax.__version__, jaxlib.__version__]
-    # With 64-bit types the same lines count in int64, which gives other modules. Named only where they are on: what was
-    # kept without them is still found.
-    wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    settings = {"jax_enable_x64": True} if wide else {}
-    return sha256_hex({"code": _code(), "versions": versions, "shapes": shapes.to_json(), "calls": calls} | settings)
+    return sha256_hex({"code": _code(), "versions": versions, "shapes": shapes.to_json(), "calls": calls})
 
 
 @cache

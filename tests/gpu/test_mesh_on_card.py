@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from isojax import Completion, MeshPolicy, Policy, build_contract, digest, open_mesh
+from isojax import Policy, digest
 from isojax.evidence import small_policy
+from isojax.evidence.mesh_gate import completions_of, placed
 from isojax.kernels import packing_of
 from isojax.rl.algorithms import GrpoSection
 from isojax.rl.check_rollout import check_rollout, score
 from isojax.rl.config import OptimizerSection
 from isojax.rl.learner import Learner
-from isojax.rl.packing import cut
 
 LENGTHS = (700, 129, 64, 2, 300, 511, 40, 999, 8, 250)
 CAPACITY = 2048
@@ -34,36 +34,22 @@ def _placed(degrees):
     if count > jax.device_count():
         pytest.skip(f"{degrees} needs {count} cards, found {jax.device_count()}")
     policy, params = _policy()
-    # No card's contract claims a mesh before this has run there. A CPU's does, and without a claim no mesh is made.
-    placed = MeshPolicy(policy, open_mesh(degrees), build_contract(policy, tokenizer={}))
-    return placed, jax.device_put(params, placed.placement.shardings(params))
+    on_mesh = placed(policy, degrees)
+    return on_mesh, jax.device_put(params, on_mesh.placement.shardings(params))
 
 
 @cache
 def _completions():
-    """As an engine on one card would return them: every log-probability, and a full row of each completion."""
     policy, params = _policy()
-    generator = np.random.default_rng(0)
-    bare = []
-    for index, length in enumerate(LENGTHS):
-        prompt, tokens = np.split(generator.integers(0, policy.config.vocab_size, length), [max(1, length // 4)])
-        zeros = np.zeros(len(tokens), np.float32)
-        bare.append(Completion(index, tuple(prompt.tolist()), tuple(tokens.tolist()), zeros, "length", digest(params)))
-    scored = score(policy, params, bare, 1.0, CAPACITY)
-    rows = {}
-    for micro in cut(bare, range(len(bare)), CAPACITY, policy.packing):
-        last = np.array([rows_of_one[-1] for rows_of_one in micro.rows])
-        rows |= dict(zip(micro.completions, np.asarray(policy.log_prob_rows(params, micro.batch, last)), strict=True))
-    return tuple(
-        dataclasses.replace(one, log_probs=scored[index], rows={len(one.tokens) - 1: rows[index]})
-        for index, one in enumerate(bare)
-    )
+    held = digest(params)
+    found = completions_of(policy, params, LENGTHS, CAPACITY)
+    return tuple(dataclasses.replace(one, weight_digest=held) for one in found)
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_a_mesh_gives_one_cards_bits(degrees):
-    placed, pieces = _placed(degrees)
-    found = check_rollout(placed, pieces, _completions(), 1.0, CAPACITY)
+    on_mesh, pieces = _placed(degrees)
+    found = check_rollout(on_mesh, pieces, _completions(), 1.0, CAPACITY)
     assert (found.tokens, found.full_rows) == (sum(len(one.tokens) for one in _completions()), len(LENGTHS))
     assert found.exact, found.first
     assert digest(pieces) == digest(_policy()[1])
@@ -71,8 +57,8 @@ def test_a_mesh_gives_one_cards_bits(degrees):
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_the_weights_after_an_update_are_the_same_on_one_card_and_on_all(degrees):
-    placed, _ = _placed(degrees)
-    mesh, alone = (_learner(policy) for policy in (placed, _policy()[0]))
+    on_mesh, _ = _placed(degrees)
+    mesh, alone = (_learner(policy) for policy in (on_mesh, _policy()[0]))
     advantages = np.linspace(-1, 1, len(LENGTHS), dtype=np.float32)
     results = [learner.update(_completions(), advantages, None, require_exact=True) for learner in (mesh, alone)]
     whole = mesh.whole_params()
@@ -80,7 +66,7 @@ def test_the_weights_after_an_update_are_the_same_on_one_card_and_on_all(degrees
     # Scored by one card with the gathered weights, and by all with their pieces.
     bare = [dataclasses.replace(one, rows=None) for one in _completions()]
     left = score(_policy()[0], whole, bare, 1.0, CAPACITY)
-    right = score(placed, mesh.params, bare, 1.0, CAPACITY)
+    right = score(on_mesh, mesh.params, bare, 1.0, CAPACITY)
     assert [one.tobytes() for one in left] == [one.tobytes() for one in right]
     norms = [result.gradient_norm for result in results]
     print(degrees, "gradient norms", norms, "entropies", [result.entropy for result in results], flush=True)

@@ -6,7 +6,7 @@ In a process of its own, since the number of devices is fixed when JAX starts:
 
 import json
 from functools import cache
-from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 from policy_samples import tiny_policy
@@ -23,8 +23,8 @@ def main() -> None:
     mesh_gate.UNSEALED_TOKENS, mesh_gate.SEQUENCES_A_SHARD = 64, 1
     # Compiled once for all that follows.
     mesh_gate._shallow = cache(mesh_gate._shallow)
-    placed = cache(mesh_gate._placed)
-    mesh_gate._placed = lambda shallow, degrees: placed(shallow, FrozenMap(degrees))
+    placed = cache(mesh_gate.placed)
+    mesh_gate.placed = lambda shallow, degrees: placed(shallow, FrozenMap(degrees))
     found = {"right": said(policy, {"dp": 1, "fsdp": 2})}
     found["more than there are"] = said(policy, {"dp": 4})
     found["one device"] = said(policy, {"dp": 1})
@@ -56,18 +56,9 @@ def last_bit(original):
     return lying
 
 
-class patched(SimpleNamespace):
+def patched(owner, name, make):
     """For a block, an attribute of `owner` is what `make` makes of it."""
-
-    def __init__(self, owner, name, make):
-        super().__init__(owner=owner, name=name, make=make)
-
-    def __enter__(self):
-        self.original = getattr(self.owner, self.name)
-        setattr(self.owner, self.name, self.make(self.original))
-
-    def __exit__(self, *exception):
-        setattr(self.owner, self.name, self.original)
+    return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 if __name__ == "__main__":

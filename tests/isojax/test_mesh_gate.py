@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
-from bridge.gates import sm90_suite
+from bridge.gates import sm90_suite, suite
 from bridge.gates.suite import require_cards
-from contracts.errors import ToolchainMismatch
+from contracts.errors import BadConfig, MeshNotClaimed, ToolchainMismatch
 from isojax.evidence import mesh_gate
 
 HERE = Path(__file__).parent
@@ -69,8 +71,26 @@ def test_a_mesh_of_anything_but_cards_of_the_proofs_kind_is_refused():
 
     require_cards(devices("NVIDIA H200", "NVIDIA H200"), "NVIDIA H200")
     for others in (("cpu", "cpu"), ("NVIDIA H200", "NVIDIA H100")):
-        with pytest.raises(ToolchainMismatch, match=r"--mesh: found .*1 NVIDIA H100|--mesh: found 2 cpu \(cpu\)"):
+        with pytest.raises(ToolchainMismatch, match=r"mesh: found .*1 NVIDIA H100|mesh: found 2 cpu \(cpu\)"):
             require_cards(devices(*others), "NVIDIA H200")
+
+
+def test_a_mesh_that_is_none_of_cards_stops_verify_before_any_gate(monkeypatch):
+    def opened(folder):
+        raise AssertionError("nothing may be sealed for it")
+
+    monkeypatch.setattr(suite, "check_card", lambda: None)
+    monkeypatch.setattr(suite, "_open", opened)
+    monkeypatch.setattr(suite.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    with pytest.raises(MeshNotClaimed, match=r"mesh\.tp: found tp=2"):
+        sm90_suite(None, {"tp": 2}).prepare()
+    with pytest.raises(BadConfig, match="8 devices"):
+        sm90_suite(None, {"dp": 2, "fsdp": 4}).prepare()
+    # As where JAX_PLATFORMS names the CPU first, which then is as many devices as it is told to be.
+    monkeypatch.setattr(suite, "require_provable", lambda policy, mesh: None)
+    monkeypatch.setattr(suite, "open_mesh", lambda mesh: SimpleNamespace(devices=np.array(jax.devices("cpu") * 2)))
+    with pytest.raises(ToolchainMismatch, match="mesh: found 2 cpu"):
+        sm90_suite(None, {"fsdp": 2}).prepare()
 
 
 def test_the_gate_is_there_where_a_mesh_is_named():

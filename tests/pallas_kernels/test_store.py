@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 import jax
+import jaxlib
 import pytest
 from bundle_samples import SHAPES, change_manifest, matmul_types, two_matmuls, unlowered
 
 from contracts.errors import BadBundle, ToolchainMismatch
-from pallas_kernels.seal import check_sealing_toolchain, seal_program
+from pallas_kernels.seal import SEALING_JAX, check_sealing_toolchain, seal_program
 from pallas_kernels.store import MANIFEST, MODULE_LIMIT, MODULES, Bundle, load_bundle, save_bundle
 
 SEAL_IN_A_NEW_PROCESS = """
@@ -149,4 +150,12 @@ def test_a_manifest_of_other_tools_or_another_layout_is_refused_by_name(bundle, 
 def test_sealing_with_another_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.10.2")
     with pytest.raises(ToolchainMismatch, match=r"0\.10\.2"):
+        check_sealing_toolchain()
+
+
+def test_sealing_with_64_bit_types_is_refused(monkeypatch):
+    for module in (jax, jaxlib):
+        monkeypatch.setattr(module, "__version__", SEALING_JAX)
+    check_sealing_toolchain()
+    with jax.enable_x64(True), pytest.raises(ToolchainMismatch, match="JAX_ENABLE_X64: found 64-bit types"):
         check_sealing_toolchain()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,11 +14,12 @@ from gradient_samples import errors
 from mesh_training import GRADIENTS, learner, minibatch, sampled
 from rl_samples import completion, run_config, small_params, small_policy, small_trainer
 
-from contracts.errors import BadConfig, MeshNotClaimed
-from isojax import export_policy, pack
+from contracts.errors import BadConfig, MeshNotClaimed, ToolchainMismatch
+from isojax import build_contract, export_policy, pack
 from isojax.contract import require_claimable
 from isojax.kernels.packing import Packing
 from isojax.mesh_policy import open_mesh
+from isojax.rl import assemble
 from isojax.rl.checkpoint_policy import load_checkpoint
 from isojax.rl.memory_split import memory_split
 from isojax.rl.packing import cut
@@ -113,6 +115,25 @@ def test_a_mesh_that_no_gate_can_prove_is_refused_before_a_contract_is_made():
         require_claimable(small_policy(), {"dp": 3})
     with pytest.raises(MeshNotClaimed, match=r"mesh\.tp: found tp=2; allowed: tp in 1"):
         require_claimable(small_policy(), {"tp": 2})
+
+
+def test_a_mesh_with_a_device_of_a_kind_that_is_not_claimed_is_refused(tmp_path, monkeypatch):
+    folder, policy = RunFolder(tmp_path), small_policy()
+    folder.write_config(run_config())
+    devices = np.array([SimpleNamespace(device_kind=kind) for kind in ("cpu", "another")])
+    contract = build_contract(policy, tokenizer={})
+    found = {
+        "open_task": None,
+        "open_mesh": SimpleNamespace(size=2, devices=devices),
+        "load": (policy, {}),
+        "PromptEncoder": None,
+        "_require_fitting_prompts": 8,
+        "load_contract": contract,
+    }
+    for name, value in found.items():
+        monkeypatch.setattr(assemble, name, lambda *given, value=value, **also: value)
+    with pytest.raises(ToolchainMismatch, match=r"claims\.device_kinds: found 'another'"):
+        assemble.assemble(run_config(), config_folder=tmp_path, folder=folder, resume=True)
 
 
 def test_a_policy_on_other_devices_than_the_configurations_is_refused(tmp_path):
