@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.attention.vjp import chunked_gradients
 
-pytestmark = [pytest.mark.sealing, pytest.mark.slow]
+pytestmark = [pytest.mark.sealing, pytest.mark.slow, pytest.mark.long_file(40)]
 
 
 def _packed(lengths, T, gap=0):
