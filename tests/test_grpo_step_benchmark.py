@@ -22,6 +22,8 @@ from isojax.rl.card import run_shapes
 from isojax.rl.memory_split import memory_split
 from isojax.weights.load import load_policy
 
+pytestmark = pytest.mark.long_file(40)
+
 SMALL = ["--shapes", "small", "--layers", "1", "--prompts", "2", "--group", "2", "--prompt", "4", "--tokens", "4"]
 SMALL += ["--sequences", "2", "--warm-up", "1", "--steps", "2", "--syncs", "2"]
 CARD_BYTES = 139 << 30

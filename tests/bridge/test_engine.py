@@ -26,7 +26,7 @@ from contracts.errors import (
 from isojax import digest
 from isojax.rl.rollout import RolloutEngine, Sampling, open_engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("original_weights")]
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("original_weights"), pytest.mark.long_file(55)]
 
 
 def _model(running: Running):

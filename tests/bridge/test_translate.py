@@ -16,6 +16,8 @@ from bridge.translate.dimensions import is_size
 from bridge.translate.moves import JAX_FORMS
 from pallas_kernels.region import REGIONS
 
+pytestmark = pytest.mark.long_file(40)
+
 CASES = [("llama", 1), ("llama", 17), ("qwen3", 5)]
 
 

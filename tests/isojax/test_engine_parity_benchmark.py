@@ -22,6 +22,8 @@ from isojax.evidence.engine_parity import entropy
 from isojax.kernels import KernelShapes
 from pallas_kernels.kernel_shapes import PAGE_SIZES
 
+pytestmark = pytest.mark.long_file(35)
+
 IDENTITY = {"weights": "a", "numerical_policy": "b"}
 EXACT = {"tokens": 10, "rows": 2, "token_mismatches": 0, "row_mismatches": 0, "entropy_sum": 3.0, "exact": True}
 

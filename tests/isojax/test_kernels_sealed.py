@@ -20,6 +20,8 @@ from isojax.policy import Policy, PolicyConfig
 from pallas_kernels import kernel_source
 from pallas_kernels.store import Bundle
 
+pytestmark = pytest.mark.long_file(50)
+
 FLAGS = (
     *("--token-buckets", "8", "--head-rows", "8", "--trainer-tokens", "128", "--processes", "1"),
     *("--max-pages", "64", "--max-requests", "4", "--max-context", "64"),

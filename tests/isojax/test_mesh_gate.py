@@ -16,6 +16,8 @@ from bridge.gates.suite import require_cards
 from contracts.errors import BadConfig, MeshNotClaimed, ToolchainMismatch
 from isojax.evidence import mesh_gate
 
+pytestmark = pytest.mark.long_file(30)
+
 HERE = Path(__file__).parent
 
 

@@ -1,6 +1,7 @@
 """The policy's gradients against plain JAX in fp32, under every remat policy and with the products of each platform."""
 
 from collections import Counter
+from functools import cache
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ from isojax import Policy, pack
 from isojax.policy.dense import REMATS
 from pallas_kernels import by_platform
 
+pytestmark = pytest.mark.long_file(130)
+
 LENGTHS = (9, 24, 13)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
 """Of a gradient's error, relative to its norm. bf16 activations alone differ from fp32 ones by a few in a thousand."""
@@ -21,13 +24,23 @@ def _with_remat(policy, remat):
     return Policy(policy.config, dtype=policy.dtype, remat=remat)
 
 
+@cache
+def _own(family, dtype):
+    """The policy's gradients of the sequences below, compiled once for all tests that plant nothing."""
+    found, _ = gradients(*tiny_policy(family, dtype), random_sequences(*LENGTHS))
+    return found
+
+
+@cache
+def _expected(family, dtype):
+    """The same of a plain policy, which no planted fault reaches: it has no regions."""
+    return plain_gradients(*tiny_policy(family, dtype), random_sequences(*LENGTHS))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_gets_the_gradient_of_a_plain_policy(family, dtype):
-    policy, params = tiny_policy(family, dtype)
-    sequences = random_sequences(*LENGTHS)
-    found, _ = gradients(policy, params, sequences)
-    relative = errors(found, plain_gradients(policy, params, sequences))
+    relative = errors(_own(family, dtype), _expected(family, dtype))
     assert max(relative.values()) <= TOLERANCE[dtype], relative
 
 
@@ -35,10 +48,8 @@ def test_a_missing_norm_gradient_is_caught(monkeypatch):
     import pallas_kernels
 
     monkeypatch.setattr(pallas_kernels, "norm_gradient", lambda normed, total, w, *, eps: normed)
-    policy, params = tiny_policy("qwen3", "float32")
-    sequences = random_sequences(*LENGTHS)
-    found, _ = gradients(policy, params, sequences)
-    assert errors(found, plain_gradients(policy, params, sequences))["norms"] > 0.1
+    found, _ = gradients(*tiny_policy("qwen3", "float32"), random_sequences(*LENGTHS))
+    assert errors(found, _expected("qwen3", "float32"))["norms"] > 0.1
 
 
 @pytest.mark.parametrize("remat", REMATS)
@@ -53,9 +64,8 @@ def test_the_products_of_a_card_give_the_same_gradients(remat, monkeypatch):
 
         monkeypatch.setitem(by_platform.FORMS[name], "cpu", counted)
     policy, params = tiny_policy("qwen3_tied", "bfloat16")
-    sequences = random_sequences(*LENGTHS)
-    found, _ = gradients(_with_remat(policy, remat), params, sequences)
-    relative = errors(found, plain_gradients(policy, params, sequences))
+    found, _ = gradients(_with_remat(policy, remat), params, random_sequences(*LENGTHS))
+    relative = errors(found, _expected("qwen3_tied", "bfloat16"))
     assert max(relative.values()) <= TOLERANCE["bfloat16"], relative
     assert calls["product"] >= 3
     assert calls["head"] == 1
@@ -96,9 +106,8 @@ def test_the_probe_gives_every_rows_entropy_and_moves_no_gradient():
     policy, params = tiny_policy("qwen3", "float32")
     sequences = random_sequences(*LENGTHS)
     batch = pack(sequences)
-    plain, _ = gradients(policy, params, sequences)
     probed, entropy_T = gradients(policy, params, sequences, with_entropy=True)
     rows = np.asarray(policy.log_prob_rows(params, batch, np.arange(len(batch.tokens))), np.float64)
     np.testing.assert_allclose(entropy_T, -(np.exp(rows) * rows).sum(-1), rtol=1e-5)
-    for name, value in plain.items():
+    for name, value in _own("qwen3", "float32").items():
         np.testing.assert_array_equal(value, probed[name])

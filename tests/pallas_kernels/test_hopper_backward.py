@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.attention.vjp import chunked_gradients
 
-pytestmark = [pytest.mark.sealing, pytest.mark.slow]
+pytestmark = [pytest.mark.sealing, pytest.mark.slow, pytest.mark.long_file(40)]
 
 
 def _packed(lengths, T, gap=0):
@@ -36,9 +36,16 @@ def _attention(segments, scale, q, k, v):
 def _case(lengths, T, H, K, D, gap=0):
     positions, segments = _packed(lengths, T, gap)
     q, k, v, g = normal(0, T, H, D), normal(1, T, K, D), normal(2, T, K, D), normal(3, T, H, D)
+    out, gradients = _attention_and_gradients(segments, D**-0.5, q, k, v, g)
+    return (q, k, v, positions, segments, out, g), gradients
+
+
+@partial(jax.jit, static_argnums=1)
+def _attention_and_gradients(segments, scale, q, k, v, g):
+    """One compilation; op by op there were forty."""
     wide = [array.astype(jnp.float32) for array in (q, k, v)]
-    out, pull = jax.vjp(partial(_attention, segments, D**-0.5), *wide)
-    return (q, k, v, positions, segments, out.astype(jnp.bfloat16), g), pull(g.astype(jnp.float32))
+    out, pull = jax.vjp(partial(_attention, segments, scale), *wide)
+    return out.astype(jnp.bfloat16), pull(g.astype(jnp.float32))
 
 
 def _interpreted(*operands, scale):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from interpreted_samples import normal, run
 
-pytestmark = [pytest.mark.sealing, pytest.mark.slow]
+pytestmark = [pytest.mark.sealing, pytest.mark.slow, pytest.mark.long_file(35)]
 
 
 @pytest.mark.parametrize(

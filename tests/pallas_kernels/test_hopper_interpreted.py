@@ -8,7 +8,7 @@ from interpreted_samples import close, normal, run
 
 from pallas_kernels.region import REGIONS
 
-pytestmark = [pytest.mark.sealing, pytest.mark.slow]
+pytestmark = [pytest.mark.sealing, pytest.mark.slow, pytest.mark.long_file(65)]
 
 
 def _matmul_tiles():

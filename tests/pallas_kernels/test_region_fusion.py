@@ -10,6 +10,8 @@ from region_samples import BY_NAME, SAMPLES, normal, operands
 
 import pallas_kernels as pk
 
+pytestmark = pytest.mark.long_file(40)
+
 TOKENS = 16
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.hopper_regions import region_program, seal_region
 from pallas_kernels.region import REGIONS
 from pallas_kernels.seal import FUSING, seal_program
 
-pytestmark = pytest.mark.sealing
+pytestmark = [pytest.mark.sealing, pytest.mark.long_file(80)]
 
 T, H, D, V = 128, 128, 64, 1000
 

@@ -1,6 +1,7 @@
 """The baseline arm: the same trainer without regions, never taken for the exact one."""
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from isojax.rl.report import run_summary
 from isojax.rl.rollout import open_engine
 from isojax.rl.run_folder import RunFolder
 
+pytestmark = pytest.mark.long_file(30)
+
 NATIVE = {"policy": {"arm": "native"}, "check": {"on_mismatch": "record", "full_rows": 5}}
 
 
@@ -28,8 +31,14 @@ def finished(tmp_path_factory):
     return trainer
 
 
+@cache
+def small_native():
+    """The small policy in the native arm, one for all tests here: what is compiled for it is compiled once."""
+    return native_policy(small_policy(), 8)
+
+
 def _trainer(folder, config, **changes):
-    return small_trainer(folder, config, **{"policy": native_policy(small_policy(), 8), "contract": None} | changes)
+    return small_trainer(folder, config, **{"policy": small_native(), "contract": None} | changes)
 
 
 def test_everything_that_a_native_run_leaves_says_so(finished):
@@ -103,7 +112,7 @@ def test_policy_contract_and_configuration_are_of_one_arm(tmp_path, arm, plain, 
         small_trainer(
             tmp_path / "run",
             config,
-            policy=native_policy(small_policy(), 8) if plain else small_policy(),
+            policy=small_native() if plain else small_policy(),
             contract=small_contract() if contract else None,
         )
 
@@ -131,7 +140,7 @@ def test_a_nan_of_the_native_arm_is_refused_and_names_no_region(tmp_path):
 
 def test_both_arms_round_master_weights_alike():
     master = {name: value.astype("float32") * np.float32(1.001) for name, value in small_params().items()}
-    exact, plain = (compute_copies(master, policy) for policy in (small_policy(), native_policy(small_policy(), 8)))
+    exact, plain = (compute_copies(master, policy) for policy in (small_policy(), small_native()))
     assert all(np.array_equal(exact[name], plain[name]) for name in master)
 
 

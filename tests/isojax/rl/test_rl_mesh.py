@@ -25,6 +25,8 @@ from isojax.rl.memory_split import memory_split
 from isojax.rl.packing import cut
 from isojax.rl.run_folder import RunFolder
 
+pytestmark = pytest.mark.long_file(65)
+
 HERE = Path(__file__).parent
 
 
