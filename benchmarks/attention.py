@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from timing import microseconds, write_results
+from timing import in_turns, write_results
 
 from pallas_kernels.attention.hopper import attention_program, paged_attention_program
+from pallas_kernels.attention.spec import DEFAULT_SPLIT
 from pallas_kernels.program import Program
 from pallas_kernels.seal import seal_program
 
@@ -154,8 +155,7 @@ def _launcher(compiler: Compiler, region: str, program: Program) -> Callable[...
 
 def _against_library(ours: Callable[[], torch.Tensor], library: Callable[[], torch.Tensor]) -> dict[str, Any]:
     difference = float((ours().float() - library().float()).abs().max())
-    us, spread = microseconds([ours], repeats=5)
-    library_us, library_spread = microseconds([library], repeats=5)
+    (us, spread), (library_us, library_spread) = in_turns([[ours], [library]], repeats=5)
     return {
         "us": us,
         "spread_us": spread,
@@ -203,7 +203,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
-    parser.add_argument("--split", type=int, default=512)
+    parser.add_argument("--split", type=int, default=DEFAULT_SPLIT)
     parser.add_argument("--page", type=int, nargs="+", default=[128], help="positions of a page, 16 in the engine")
     parser.add_argument("--layout", nargs="+", choices=("apart", "interleaved"), default=["apart"])
     parser.add_argument("--requests", type=int, default=0, help="requests that a step may have, where it has fewer")
@@ -231,6 +231,7 @@ def rows(cache: Cache, decode_lengths: Sequence[int]) -> list[tuple[Any, ...]]:
         ("prefill step", prefill_step, (cache, 0), 2, 1024),
         ("prefill step", prefill_step, (cache, 0), 1, 2048),
         ("prefill step", prefill_step, (cache, 6144), 1, 2048),
+        ("prefill step", prefill_step, (cache, 0), 1, 8192),
         ("decode", decode, (cache,), 256, 2048),
         ("decode", decode, (cache,), 256, 384),
         ("decode", decode, (cache,), 32, 384),

@@ -7,6 +7,10 @@ runs on the same weights in a process of its own: stock vLLM, its own batch-inva
 and ours asked as stock vLLM is. They start together, since starting takes longer than measuring, and then take turns,
 workload by workload and repeat by repeat, while the others do nothing: a machine that is slower for a while is slower
 for all. A ratio below 1 is faster than stock vLLM.
+
+A card at its power limit computes faster behind a pause, and an engine that waits for its host pauses. With --paced
+ours also runs at stock vLLM's pace: its steps start no sooner after each other than stock's do, so that times on the
+card are compared over equal steps.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ BASELINE = "stock"
 ARMS = ("batch_invariant", "isojax")
 WORKLOADS = ("1x128x512", "32x128x512", "256x128x512")
 BESIDE = "isojax_beside"
+PACED = "isojax_paced"
 #: What each arm runs on, below one folder.
 FOLDERS = {name: "isojax" if name in OURS else "stock" for name in ENVIRONMENTS} | {BESIDE: "beside"}
 COMPARED = ("seconds", "device_ms_a_step")
@@ -50,10 +55,13 @@ def main() -> int:
     parser.add_argument(
         "--beside", type=Path, help="one arm more: the same policy's other sealed kernels, as a rollout"
     )
+    parser.add_argument("--paced", action="store_true", help="one arm more: ours at stock vLLM's pace")
     parser.add_argument("--weights", type=Path, help="a .gguf file or checkpoint; else the folder's, or random ones")
     parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.add_argument("--out", type=Path, default=Path("engine.json"))
     arguments = parser.parse_args()
+    if arguments.paced and "isojax" not in (arguments.arm or ARMS):
+        parser.error("--paced needs the arm isojax")
     workloads = [str(text) for text in arguments.workload or WORKLOADS]
     for text in workloads:
         Workload.parse(text)
@@ -72,6 +80,8 @@ def main() -> int:
         started = {name: Arm.start(name, Path(scratch), workloads) for name in names}
         if arguments.beside is not None:
             started[BESIDE] = Arm.start(BESIDE, Path(scratch), workloads)
+        if arguments.paced:
+            started[PACED] = replace(started["isojax"], pace=started[BASELINE])
         for arm in started.values():
             arm.wait_until_it_stands()
         head = {**_environment(arguments.folder), **({"beside": arguments.beside.name} if arguments.beside else {})}
@@ -95,10 +105,14 @@ def measured(arms: Mapping[str, Arm], workloads: Sequence[str], repeats: int) ->
 
 @dataclass(frozen=True)
 class Arm:
-    """A process of `engine_arm.py` and the file that it writes, which exists once its engine stands."""
+    """A process of `engine_arm.py` and the file that it writes, which exists once its engine stands.
+
+    pace: the arm whose steps its own keep pace with. Such an arm shares its process and file with one that doesn't.
+    """
 
     process: subprocess.Popen[str]
     out: Path
+    pace: Arm | None = None
 
     @classmethod
     def start(cls, name: str, scratch: Path, workloads: Sequence[str]) -> Arm:
@@ -116,16 +130,23 @@ class Arm:
     def run(self, workload: str) -> None:
         """Has it run the workload once more, and returns when it has, or has ended."""
         wanted = self._content()["served"] + 1
+        pace = "" if self.pace is None else self.pace.seconds_between_steps(workload)
+        if pace is None:
+            return
         try:
             assert self.process.stdin is not None
-            self.process.stdin.write(f"{workload}\n")
+            self.process.stdin.write(f"{workload} {pace}\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             return
         self._wait(wanted)
-        for row in self._content()["rows"]:
+        for row in self._rows():
             if _name(row) == workload:
                 print(self.out.stem, row, flush=True)
+
+    def seconds_between_steps(self, workload: str) -> float | None:
+        """From one step's start to the next one's, of the workload's runs so far; None before any."""
+        return next((row["seconds_between_steps"] for row in self._rows() if _name(row) == workload), None)
 
     def close(self) -> None:
         """Has it end."""
@@ -136,7 +157,10 @@ class Arm:
 
     def found(self) -> dict[str, Any]:
         """Its rows; what it measured before it failed is kept. exit_code: None while it runs."""
-        return {"exit_code": self.process.poll(), "rows": self._content()["rows"]}
+        return {"exit_code": self.process.poll(), "rows": self._rows()}
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [row for row in self._content()["rows"] if ("seconds_apart" in row) == (self.pace is not None)]
 
     def _wait(self, served: int) -> None:
         end = time.monotonic() + LONGEST_TURN

@@ -6,12 +6,14 @@ Ours generates as a rollout does, through `VllmEngine`, which hands out tokens w
     python benchmarks/engine_arm.py ARM FOLDER --workload BATCHxINxOUT ... --out FILE
 
 It writes to FILE once its engine stands. Then it takes lines from standard input until that is closed, each a workload:
-it runs the workload once more, and writes anew how many lines it has served and a row for every workload.
+it runs the workload once more, and writes anew how many lines it has served and a row for every workload. A number
+behind the workload is the seconds that its steps shall start apart, at least; such runs have a row of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -38,7 +40,8 @@ Generate = Callable[[list[list[int]], int, int], set[int]]
 CACHE_BYTES = 24 << 30
 # Arms stand on the card together, so each asks vLLM for a share of it; the cache's size is given.
 SHARE = 0.3
-STEP_TOKENS = 2048
+STEP_TOKENS = 8192
+PACED_SEED = 1000
 
 
 class Workload(NamedTuple):
@@ -65,12 +68,15 @@ def main() -> None:
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **ENVIRONMENTS[arguments.arm]}
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with _started(arguments.arm, arguments.folder, arguments.workload) as generate:
-        found: dict[Workload, Measured] = {}
+        found: dict[tuple[Workload, bool], Measured] = {}
         served = 0
         report(arguments.out, served, found)
         for line in sys.stdin:
-            workload = Workload.parse(line.strip())
-            found.setdefault(workload, Measured(workload)).run(generate)
+            text, *apart = line.split()
+            workload, seconds = Workload.parse(text), sum(map(float, apart))
+            # Other prompts than at its own pace: an engine remembers those.
+            first_seed = PACED_SEED if seconds else 0
+            found.setdefault((workload, seconds > 0), Measured(workload, first_seed)).run(generate, seconds)
             served += 1
             report(arguments.out, served, found)
         if not served:
@@ -78,7 +84,7 @@ def main() -> None:
             raise SystemExit("nobody is left to say when to measure")
 
 
-def report(path: Path, served: int, found: Mapping[Workload, Measured]) -> None:
+def report(path: Path, served: int, found: Mapping[tuple[Workload, bool], Measured]) -> None:
     """Writes the file whole: the benchmark reads it while this runs."""
     rows = [measured.row() for measured in found.values()]
     write_atomically(path, json.dumps({"served": served, "rows": rows}))
@@ -125,19 +131,28 @@ def our_settings(batch: int, length: int) -> dict[str, Any]:
 
 
 class Measured:
-    """What was measured of a workload. The first run is not counted: it warms up."""
+    """What was measured of a workload. The first run is not counted: it warms up. Runs have seeds of their own."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, first_seed: int = 0) -> None:
         self._workload = workload
+        self._first_seed = first_seed
         self._seconds: list[float] = []
         self._steps: list[float] = []
+        self._between: list[float] = []
+        self._apart: list[float] = []
 
-    def run(self, generate: Generate) -> None:
-        """Once more, after the warm-up."""
+    def run(self, generate: Generate, apart: float = 0.0) -> None:
+        """Once more, after the warm-up. apart: seconds from one step's start to the next one's, at least."""
         if not self._seconds:
-            _seconds(generate, self._workload, 0)
-        with replays_timed() as replays:
-            self._seconds.append(_seconds(generate, self._workload, 1 + len(self._seconds)))
+            _seconds(generate, self._workload, self._first_seed)
+        with replays_timed() as replays, steps_apart(apart) as starts:
+            seed = self._first_seed + 1 + len(self._seconds)
+            self._seconds.append(_seconds(generate, self._workload, seed))
+        if len(starts) > 1:
+            # As below: decode's, since few steps compute prompts.
+            self._between.append(statistics.median(b - a for a, b in itertools.pairwise(starts)))
+        if apart:
+            self._apart.append(apart)
         if replays:
             # Most replays are decode steps: a median leaves the few of prompts out.
             self._steps.append(statistics.median(start.elapsed_time(end) for start, end in replays))
@@ -146,6 +161,10 @@ class Measured:
         """Medians and spreads."""
         seconds, steps = self._seconds, self._steps
         found = {"seconds": statistics.median(seconds), "seconds_spread": max(seconds) - min(seconds)}
+        if self._between:
+            found["seconds_between_steps"] = statistics.median(self._between)
+        if self._apart:
+            found["seconds_apart"] = statistics.median(self._apart)
         if steps:
             found |= {"device_ms_a_step": statistics.median(steps), "device_ms_spread": max(steps) - min(steps)}
         rate = self._workload.batch * self._workload.output / found["seconds"]
@@ -156,7 +175,7 @@ def _seconds(generate: Generate, workload: Workload, seed: int) -> float:
     """One run over prompts that no run had before, every token with its log-probability as a rollout needs it."""
     import numpy as np
 
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng([seed, workload.batch])
     prompts = [generator.integers(10, 1000, workload.prompt).tolist() for _ in range(workload.batch)]
     start = time.perf_counter()
     lengths = generate(prompts, workload.output, seed)
@@ -183,6 +202,26 @@ def _generated(llm: Any, prompts: list[list[int]], tokens: int, seed: int) -> se
     )
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], wanted, use_tqdm=False)
     return {min(len(output.outputs[0].token_ids), len(output.outputs[0].logprobs)) for output in outputs}
+
+
+@contextmanager
+def steps_apart(seconds: float) -> Iterator[list[float]]:
+    """Has vLLM's steps start at least so many seconds after each other; gives when they did, in seconds."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    step, starts = LLMEngine.step, [-seconds]
+
+    def later(engine: LLMEngine) -> Any:
+        time.sleep(max(0.0, starts[-1] + seconds - time.perf_counter()))
+        starts.append(time.perf_counter())
+        return step(engine)
+
+    LLMEngine.step = later  # type: ignore[method-assign]
+    try:
+        yield starts
+    finally:
+        LLMEngine.step = step  # type: ignore[method-assign]
+        del starts[0]
 
 
 @contextmanager

@@ -22,6 +22,32 @@ def copies(byte_count: int, most: int = 16) -> int:
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20, rounds: int = 9) -> tuple[float, float]:
     """Median and spread (max - min) over ``rounds`` of the time of one call, all ``calls`` in turn in one graph."""
+    return in_turns([calls], repeats, rounds)[0]
+
+
+def in_turns(
+    candidates: Sequence[Sequence[Callable[[], object]]], repeats: int = 20, rounds: int = 9
+) -> list[tuple[float, float]]:
+    """Of each candidate's calls what `microseconds` gives, a round of each after the other, there and back.
+
+    A card that has computed for a while is at its power limit and slower. Whoever came last would pay for the others.
+    """
+    graphs = [_captured(calls, repeats) for calls in candidates]
+    times: list[list[float]] = [[] for _ in candidates]
+    for number in range(rounds):
+        for index in range(len(graphs))[:: -1 if number % 2 else 1]:
+            graph, total = graphs[index]
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[index].append(start.elapsed_time(end) * 1000 / total)
+    return [(statistics.median(found), max(found) - min(found)) for found in times]
+
+
+def _captured(calls: Sequence[Callable[[], object]], repeats: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of at least ``repeats`` calls, all in turn, which has run once; and how many it holds."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -33,15 +59,7 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20, round
                 call()
                 total += 1
     graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / total)
-    return statistics.median(times), max(times) - min(times)
+    return graph, total
 
 
 def environment() -> dict[str, str]:

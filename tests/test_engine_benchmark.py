@@ -1,6 +1,8 @@
 """The whole engines' benchmark off a card: what it asks for, and how arms are compared."""
 
+import dataclasses
 import io
+import itertools
 import json
 import sys
 from contextlib import nullcontext
@@ -75,6 +77,11 @@ for served, line in enumerate(sys.stdin, start=1):
     rows[line.strip()] = rows.get(line.strip(), 0) + 1
     report(served)
 """
+#: Stock vLLM's rows say how far its steps are apart, the paced arm's how far they were told to be.
+PACED_STAND_IN = STAND_IN.replace(
+    '"runs": runs} for',
+    '"runs": runs, "seconds_between_steps": 0.25, **({"seconds_apart": 0.25} if " " in name else {})} for',
+)
 
 
 def test_arms_start_together_and_take_turns(tmp_path, monkeypatch):
@@ -106,6 +113,57 @@ def test_arms_start_together_and_take_turns(tmp_path, monkeypatch):
     assert [line.replace("ends", "starts") for line in lines[1::2]] == lines[::2]
 
 
+def test_a_paced_arm_keeps_stock_vllms_pace_in_our_own_arms_process(tmp_path, monkeypatch):
+    (tmp_path / "engine_arm.py").write_text(PACED_STAND_IN)
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
+    arms = {name: engine.Arm.start(name, tmp_path, ["1x8x8"]) for name in ("stock", "isojax")}
+    arms[engine.PACED] = dataclasses.replace(arms["isojax"], pace=arms["stock"])
+    for arm in arms.values():
+        arm.wait_until_it_stands()
+    *_, found = engine.measured(arms, ["1x8x8"], 2)
+    assert [len(found[name]["rows"]) for name in arms] == [1, 1, 1]
+    assert ["seconds_apart" in found[name]["rows"][0] for name in arms] == [False, False, True]
+    turns = [line.split()[0::2] for line in (tmp_path / "log").read_text().splitlines()[::2]]
+    told = [line.split()[3:] for line in (tmp_path / "log").read_text().splitlines()[::2]]
+    assert [name for name, _ in turns] == ["stock", "isojax", "isojax", "isojax", "isojax", "stock"]
+    assert told == [[], [], ["0.25"], ["0.25"], [], []]
+
+
+def test_a_paced_arm_does_not_run_without_a_pace(tmp_path, monkeypatch):
+    """Stock vLLM has died: there is nothing to compare with."""
+    (tmp_path / "engine_arm.py").write_text(PACED_STAND_IN.replace("batch_invariant", "stock"))
+    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
+    arms = {name: engine.Arm.start(name, tmp_path, ["1x8x8"]) for name in ("stock", "isojax")}
+    arms[engine.PACED] = dataclasses.replace(arms["isojax"], pace=arms["stock"])
+    for arm in arms.values():
+        arm.wait_until_it_stands()
+    *_, found = engine.measured(arms, ["1x8x8"], 1)
+    assert [len(found[name]["rows"]) for name in arms] == [0, 1, 0]
+
+
+def test_our_own_pace_needs_our_arm(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--paced", "--arm", "batch_invariant"])
+    with pytest.raises(SystemExit):
+        engine.main()
+    assert "--paced needs the arm isojax" in capsys.readouterr().err
+
+
+def test_steps_start_as_far_apart_as_they_are_told():
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    steps, original = [], LLMEngine.step
+    try:
+        LLMEngine.step = lambda engine: steps.append(engine)
+        with engine_arm.steps_apart(0.02) as starts:
+            for number in range(4):
+                LLMEngine.step(number)
+        assert steps == [0, 1, 2, 3]
+        assert min(b - a for a, b in itertools.pairwise(starts)) >= 0.02
+        assert len(starts) == 4
+    finally:
+        LLMEngine.step = original
+
+
 def test_an_arm_that_hangs_is_ended_and_what_it_measured_is_kept(tmp_path, monkeypatch, capsys):
     """While it measures, and when it should end."""
     hang = 'if rows and sys.argv[1] == "isojax":\n        time.sleep(600)\n    with log.open("a") as file:'
@@ -134,11 +192,14 @@ def test_a_workloads_first_run_is_not_counted(monkeypatch):
 
     monkeypatch.setattr(engine_arm, "_seconds", run)
     monkeypatch.setattr(engine_arm, "replays_timed", lambda: nullcontext([]))
+    monkeypatch.setattr(engine_arm, "steps_apart", lambda seconds: nullcontext([0.0, 1.0, 2.0, 9.0]))
     measured = engine_arm.Measured(engine_arm.Workload(2, 3, 5))
     for _ in range(3):
         measured.run(None)
     assert asked == [0, 1, 2, 3]
-    assert measured.row() == {
+    found = measured.row()
+    assert found.pop("seconds_between_steps") == 1.0
+    assert found == {
         "batch": 2,
         "prompt": 3,
         "output": 5,
@@ -164,9 +225,10 @@ def test_stock_vllm_is_asked_for_a_log_probability_of_every_token():
     assert (asked[0].logprobs, asked[0].max_tokens) == (0, 5)
 
 
-def test_an_arm_whose_benchmark_is_gone_does_not_measure(tmp_path, monkeypatch):
+@pytest.fixture
+def stand_in_arm(tmp_path, monkeypatch):
+    """Runs an arm without an engine over lines from its standard input; gives the file that it writes."""
     monkeypatch.setattr(engine_arm, "_started", lambda *given: nullcontext())
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     # What it sets for its own process is taken back from this one.
     for name in (
         "VLLM_PLUGINS",
@@ -177,6 +239,32 @@ def test_an_arm_whose_benchmark_is_gone_does_not_measure(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "0")
     out = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["", "stock", str(tmp_path), "--workload", "1x8x8", "--out", str(out)])
-    with pytest.raises(SystemExit, match="nobody is left"):
+
+    def run(lines):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         engine_arm.main()
+
+    return run, out
+
+
+def test_an_arm_whose_benchmark_is_gone_does_not_measure(stand_in_arm):
+    run, out = stand_in_arm
+    with pytest.raises(SystemExit, match="nobody is left"):
+        run("")
     assert json.loads(out.read_text()) == {"served": 0, "rows": []}
+
+
+def test_paced_runs_have_a_row_and_prompts_of_their_own(stand_in_arm, monkeypatch):
+    """A process that has computed a prompt finds it in its cache when it runs it once more."""
+    seeds, paces = [], []
+    monkeypatch.setattr(engine_arm, "_seconds", lambda generate, workload, seed: seeds.append(seed) or 2.0)
+    monkeypatch.setattr(engine_arm, "replays_timed", lambda: nullcontext([]))
+    monkeypatch.setattr(engine_arm, "steps_apart", lambda seconds: nullcontext(paces.append(seconds) or [0.0, 1.0]))
+    run, out = stand_in_arm
+    run("1x8x8 \n1x8x8 0.25\n1x8x8\n1x8x8 0.5\n")
+    assert paces == [0.0, 0.25, 0.0, 0.5]
+    assert len(set(seeds)) == len(seeds) == 6
+    own, paced = json.loads(out.read_text())["rows"]
+    assert (own["runs"], paced["runs"]) == (2, 2)
+    assert "seconds_apart" not in own
+    assert paced["seconds_apart"] == 0.375
