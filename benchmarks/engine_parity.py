@@ -41,7 +41,7 @@ class Options:
     seed: int = 0
     entropy: float = 1.5
     graphs: tuple[bool, ...] = (False, True)
-    step_tokens: tuple[int, int] = (512, 2048)
+    step_tokens: tuple[int, int] = (2048, 8192)
     weights: Path | None = None
     stock: bool = False
     sizes: Sizes = field(default_factory=Sizes)
@@ -126,7 +126,9 @@ def _run_engine(bench: Any, options: Options, graphs: bool, results: Results, st
     label = f"graphs {'on' if graphs else 'off'}, seed {options.seed}"
     begin = time.perf_counter()
     shapes = bench.shapes
-    step_tokens = min(options.step_tokens[graphs], shapes.max_context // 2, shapes.token_buckets[-1])
+    # Without graphs even a lone prompt comes in chunks; with them steps are as large as the context allows.
+    longest = shapes.max_context if graphs else shapes.max_context // 2
+    step_tokens = min(options.step_tokens[graphs], longest, shapes.token_buckets[-1])
     with bench.engine(graphs=graphs, step_tokens=step_tokens, sizes=options.sizes) as engine:
         results.note(f"seconds, engine's start, {label}", time.perf_counter() - begin)
         results.note(f"seconds, kernels compiled, {label}", engine.describe().get("compile_seconds"))

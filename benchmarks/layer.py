@@ -19,6 +19,7 @@ from timing import microseconds, write_results
 
 from bridge.launcher import Compiler, Launcher
 from pallas_kernels import hopper_tools
+from pallas_kernels.attention.spec import DEFAULT_SPLIT
 from pallas_kernels.hopper_regions import Type, region_program
 from pallas_kernels.seal import SealedProgram, seal_program
 
@@ -65,7 +66,7 @@ def _sealed(case: Case) -> dict[str, SealedProgram]:
         "add_norm": ("add_rms_norm", [hidden, hidden, norm], {"eps": EPS}),
         "qkv": matmul(wide, HIDDEN, 1),
         "rope": ("paged_qk_norm_rope", rope_types, {"key_heads": K, "eps": EPS}),
-        "attention": ("paged_decode_attention", attention_types, {"scale": D**-0.5, "split": 512}),
+        "attention": ("paged_decode_attention", attention_types, {"scale": D**-0.5, "split": DEFAULT_SPLIT}),
         "out": matmul(HIDDEN, H * D, 4),
         "gate_up": ("gated_matmul", [hidden, ((2 * INNER, HIDDEN), b16)], {}),
         "down": matmul(HIDDEN, INNER, 4),

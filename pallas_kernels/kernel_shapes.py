@@ -30,7 +30,7 @@ class KernelShapes:
     Raises BadConfig for a field out of range.
     """
 
-    token_buckets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    token_buckets: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
     head_rows: tuple[int, ...] = (8, 16, 32, 64, 128, 256)
     trainer_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 16

@@ -25,6 +25,8 @@ CONFIG = PolicyConfig(
     rms_norm_eps=1e-6,
     rope=RopeConfig(10000.0),
     attention_bias=True,
+    # Short contexts have several.
+    attention_split=512,
 )
 SHAPES = KernelShapes(
     token_buckets=(8, 64, STEP_TOKENS),

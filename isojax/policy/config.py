@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from contracts import float_bits, sha256_hex, token_ids
 from contracts.errors import UnsupportedModel
-from pallas_kernels.attention.spec import BLOCK
+from pallas_kernels.attention.spec import BLOCK, DEFAULT_SPLIT
 
 Family = Literal["llama", "qwen3"]
 
@@ -51,7 +51,7 @@ class PolicyConfig:
     attention_bias: bool = False
     tied_head: bool = False
     leaves: int = 4
-    attention_split: int = 512
+    attention_split: int = DEFAULT_SPLIT
     initializer_range: float = 0.02
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import cpu, vjp
-from pallas_kernels.attention.spec import BLOCK, DECODE_SPEC, PAGED_SPEC, SPEC
+from pallas_kernels.attention.spec import BLOCK, DECODE_SPEC, DEFAULT_SPLIT, PAGED_SPEC, SPEC
 from pallas_kernels.region import Region, ShapeAndDtype, differentiable
 from pallas_kernels.rounding import check_floats
 
@@ -110,7 +110,7 @@ def attention(
     layer: jax.Array | int,
     *,
     scale: float,
-    split: int = 512,
+    split: int = DEFAULT_SPLIT,
 ) -> jax.Array:
     """Causal attention inside packed segments, [T, H, D]; H is a multiple of K (grouped queries).
 
@@ -130,7 +130,7 @@ def paged_attention(
     positions_T: jax.Array,
     *,
     scale: float,
-    split: int = 512,
+    split: int = DEFAULT_SPLIT,
 ) -> jax.Array:
     """The same attention over pages: bit for bit what `attention` gives for the same tokens.
 
@@ -150,7 +150,7 @@ def paged_decode_attention(
     positions_T: jax.Array,
     *,
     scale: float,
-    split: int = 512,
+    split: int = DEFAULT_SPLIT,
 ) -> jax.Array:
     """`paged_attention` where every request has at most one token in the batch, as in a decode step: the same bits.
 

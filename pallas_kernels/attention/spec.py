@@ -9,6 +9,8 @@ QUERY_TILE = 32
 # Up to so many tokens every query is taken alone.
 FEW_TOKENS = 16
 BLOCK = 128
+# Keys of a split where nobody chose. Each split costs prefill a merge, and gives decode work for one block more.
+DEFAULT_SPLIT = 1024
 
 _CONSTANTS: dict[str, int | float | str] = {
     "cpu_query_tile": QUERY_TILE,

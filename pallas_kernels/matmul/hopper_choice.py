@@ -18,6 +18,8 @@ Tile = ClusterTile | LargeTile | SmallTile
 SMALL_TOKENS = 64
 #: Up to this many columns four blocks share the leaves of a row: their products are shorter than what they exchange.
 NARROW = 1024
+#: From so many tiles a block on, two warpgroups take a tile together.
+MANY_ROUNDS = 4
 #: Columns of a warpgroup's tile whose sums fit registers and shared memory, by leaves.
 WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
 #: Both products of a gated tile, whose sums are combined beside each other in the registers.
@@ -35,7 +37,7 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     """The tile for these shapes. within: columns that must be whole tiles, as where a bias is read along them."""
     depth = _depth(K, leaves)
     if T <= SMALL_TOKENS:
-        return _small_tile(T, N, leaves, depth, whole=within > 0)
+        return _small_tile(N, leaves, depth, within)
     measured = MEASURED.get((N, K, leaves), {}).get(T)
     if measured is not None and within % measured.block_columns == 0:
         return measured
@@ -43,19 +45,22 @@ def choose_tile(T: int, N: int, K: int, leaves: int, *, within: int = 0) -> Tile
     return min(candidates, key=lambda tile: estimate(tile, T, N, K, leaves))
 
 
-def _small_tile(T: int, N: int, leaves: int, depth: int, *, whole: bool) -> SmallTile:
+def _small_tile(N: int, leaves: int, depth: int, within: int) -> SmallTile:
     """For few tokens: what counts is that as many blocks as the card takes at once stream the weights.
 
-    Blocks share the leaves of a row where both then stream, and take fewer rows where there are still too few. whole:
-    only tiles of all rows that wgmma takes.
+    Blocks share the leaves of a row where both then stream, and take fewer rows where there are still too few. Where
+    each has many tiles to stream, two warpgroups share what is loaded of the tokens. within: 0, or columns that must be
+    whole tiles of all rows that wgmma takes.
     """
+    # Tiles that a block takes in turn, of 64 rows and of two times 64.
+    alone, pairs = (-(-N // (count * ROWS * sm_count())) for count in (1, 2))
+    if pairs >= MANY_ROUNDS and 2 * pairs <= alone and within % (2 * ROWS) == 0:
+        return SmallTile(warpgroups=2, depth=depth, stages=512 // depth)
     parallel = 1 if leaves == 1 or sm_count() < 2 * -(-N // ROWS) else min(leaves, 4 if N <= NARROW else 2)
     fitting = [rows for rows in (16, 32, 48) if parallel * -(-N // rows) <= sm_count()]
-    rows = ROWS if whole or parallel > 2 or not fitting else fitting[0]
+    rows = ROWS if within or parallel > 2 or not fitting else fitting[0]
     stages = (6 if rows == ROWS else 8) if parallel > 1 else 10
-    return SmallTile(
-        rows=rows, depth=depth, stages=stages, parallel=parallel, columns=8 if parallel > 1 and T <= 8 else 32
-    )
+    return SmallTile(rows=rows, depth=depth, stages=stages, parallel=parallel)
 
 
 def choose_gated_tile(T: int, I: int, K: int) -> LargeTile:  # noqa: E741

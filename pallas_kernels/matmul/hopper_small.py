@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, sm_count, swizzled
+from pallas_kernels.hopper_tools import chained_kernel, drain, fitting_stages, fold, fold_runs, sm_count, swizzled
 from pallas_kernels.matmul.hopper_pipeline import add_bias, chain, fill
 from pallas_kernels.matmul.hopper_weights import load_rows
 
@@ -76,8 +76,11 @@ def small_matmul(
     step = T if tile.rows == ROWS else 8
     out_bytes = tile.warpgroups * T * ROWS * jnp.dtype(out_dtype).itemsize
     inbox_bytes = (tile.parallel - 1) * tile.warpgroups * ROWS * T * 4
+    # More leaves than the compiler keeps streaming when they are unrolled: sums of four wait in shared memory.
+    stashes = max(0, my_leaves.bit_length() - 3)
+    stash_bytes = stashes * tile.warpgroups * ROWS * T * 4
     stage_bytes = 2 * tile.depth * (P + tile.warpgroups * ROWS)
-    stages = fitting_stages(tile.stages, steps, stage_bytes, out_bytes + inbox_bytes)
+    stages = fitting_stages(tile.stages, steps, stage_bytes, out_bytes + inbox_bytes + stash_bytes)
 
     def kernel(*refs: jax.Ref) -> None:
         refs_by_role = iter(refs)
@@ -85,6 +88,7 @@ def small_matmul(
         bias_N = next(refs_by_role) if bias else None
         out_TN, x_smem, w_smem, out_smem, full, empty = (next(refs_by_role) for _ in range(6))
         inbox, arrived = (next(refs_by_role), next(refs_by_role)) if tile.parallel > 1 else (None, None)
+        stash = next(refs_by_role) if stashes else None
         warpgroup = lax.axis_index("warpgroup")
         member = lax.axis_index("member")
 
@@ -113,7 +117,7 @@ def small_matmul(
             def _tiles(info: plgpu.NDLoopInfo, carry: jax.Array) -> jax.Array:
                 row = info.index[0] * block_rows + warpgroup * ROWS
 
-                def leaf(number: int) -> jax.Array:
+                def leaf(number: jax.Array | int) -> jax.Array:
                     def operands(slot: jax.Array) -> tuple[jax.Ref, jax.Ref]:
                         return w_smem.at[slot, mine], x_smem.at[slot].transpose((1, 0))
 
@@ -133,7 +137,8 @@ def small_matmul(
                         part = out_smem.at[warpgroup, pl.ds(t, step), pl.ds(0, tile.rows)]
                         plgpu.copy_smem_to_gmem(part, out_TN.at[pl.ds(t, step), pl.ds(row, tile.rows)])
 
-                partial_RT = fold(leaf, my_leaves)
+                waiting = [stash.at[level, warpgroup] for level in range(stashes)]
+                partial_RT = fold_runs(leaf, my_leaves, (ROWS, T), waiting) if stashes else fold(leaf, my_leaves)
                 if tile.parallel == 1:
                     finish(partial_RT)
                     return carry + steps
@@ -177,6 +182,9 @@ def small_matmul(
         shape = (tile.parallel - 1, tile.warpgroups, ROWS, T)
         scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(T, "float32")))
         scratch.append(plgpu.Barrier(num_arrivals=tile.parallel - 1, num_barriers=tile.warpgroups))
+    if stashes:
+        shape = (stashes, tile.warpgroups, ROWS, T)
+        scratch.append(plgpu.SMEM(shape, jnp.float32, transforms=swizzled(T, "float32")))
     return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T, N), jnp.dtype(out_dtype)),),

@@ -21,6 +21,8 @@ MEASURED: dict[tuple[int, int, int], dict[int, ClusterTile | LargeTile | SmallTi
         512: LargeTile(rows=64, columns=128, split="rows", depth=64, stages=10, group=8, cluster=2, run=4),
     },
     (4096, 12288, 4): {
+        2048: LargeTile(rows=64, columns=128, split="rows", depth=64, stages=10, group=8, cluster=1, run=2),
+        4096: LargeTile(rows=64, columns=128, split="rows", depth=64, stages=10, group=8, cluster=1, run=2),
         8192: LargeTile(rows=64, columns=128, split="rows", depth=64, stages=10, group=8, cluster=1, run=2),
     },
     (6144, 4096, 1): {

@@ -48,7 +48,7 @@ def test_constants_are_those_of_the_calls() -> None:
     assert matmul["leaves"] == "1,4,1,4"
     for case in CASES:
         attention = contract.owner("attention", case).constants
-        assert attention["split"] == 512
+        assert attention["split"] == 1024
         assert bits_float(attention["scale"]) == policy.config.softmax_scale
     assert bits_float(contract.owner("rms_norm", "trainer_fwd").constants["eps"]) == policy.config.rms_norm_eps
     assert bits_float(contract.semantics.temperature) == jnp.float32(0.6)

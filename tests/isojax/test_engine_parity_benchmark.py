@@ -41,6 +41,14 @@ def test_the_plan_reaches_its_tokens_on_every_path_and_batch():
     assert sum(case.prompts for case in cases if case.name.startswith("round")) > sizes.batches[-1]
 
 
+def test_with_steps_as_long_as_the_context_a_prompt_is_cut_only_in_company():
+    cases = plan(Sizes(), context=8192, step_tokens=8192, tokens=0, seed=0, on_card=True)
+    cut = [case for case in cases if case.proof == "chunk"]
+    assert {case.prompts for case in cut} == {8, 64, 256}
+    prompts = Prompts(np.arange(10_000))
+    assert all(sum(map(len, prompts.draw(case)[0])) > 8192 for case in cut)
+
+
 @pytest.mark.parametrize("page", PAGE_SIZES[:-1])
 def test_a_hit_is_of_a_whole_page_and_all_its_prompts_stay_in_the_cache(page):
     sizes = Sizes()

@@ -57,6 +57,15 @@ def test_few_rows_of_the_weights_a_block(T, rows):
     close(out, x.astype(jnp.float32) @ w.astype(jnp.float32).T)
 
 
+def test_eight_leaves_of_few_tokens():
+    from pallas_kernels.matmul.hopper import matmul_program
+    from pallas_kernels.matmul.hopper_small import SmallTile
+
+    x, w = normal(0, 16, 512), normal(1, 64, 512)
+    (out,) = run(matmul_program(16, 64, 512, leaves=8, tile=SmallTile(depth=64, stages=3)), x, w)
+    close(out, x.astype(jnp.float32) @ w.astype(jnp.float32).T)
+
+
 @pytest.mark.parametrize(
     ("T", "I", "columns"), [(8, 192, None), (8, 256, None), (72, 192, 64), (72, 192, 256), (264, 192, 192)]
 )

@@ -65,16 +65,14 @@ def test_the_planted_tile_of_one_width_for_all_is_not():
     assert (256, 6144, 4096, 1) in slow
 
 
-def test_what_the_results_call_chosen_is_what_a_call_gets():
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("matmul_*h200.json")), ids=lambda path: path.stem)
+def test_what_the_results_call_chosen_is_what_a_call_gets(path):
+    """The page shows these rows as the committed tiles."""
     from matmul_table import read_tile
 
     from pallas_kernels.matmul.hopper_choice import choose_tile
 
-    rows = json.loads((FOLDER / "matmul_few_tokens_h200.json").read_text(encoding="utf-8"))["rows"]
-    chosen = [row for row in rows if row["chosen"]]
-    shapes = {(row["T"], row["N"], row["K"], row["leaves"]) for row in rows}
-    assert len(chosen) == len(shapes) == 45
-    for row in rows:
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         called = choose_tile(row["T"], row["N"], row["K"], row["leaves"])
         assert row["chosen"] == (read_tile(row["tile"]) == called), row
 
@@ -94,6 +92,18 @@ def test_tiles_of_few_weight_rows_that_no_kernel_takes_are_refused(tile, bias, r
 
     with pytest.raises(ValueError, match=refused):
         matmul_program(8, 128, 512, bias=bias, tile=SmallTile(**tile))
+
+
+def test_two_warpgroups_take_a_tile_where_a_block_has_many():
+    """The vocabularies of Qwen3 and SmolLM2, Qwen3-8B's gate and up, and columns that pairs do not divide."""
+    from pallas_kernels.matmul.hopper_choice import choose_tile
+
+    def warpgroups(N, within=0):
+        return choose_tile(8, N, 4096, 1, within=within).warpgroups
+
+    assert [warpgroups(N) for N in (151936, 49152, 24576)] == [2, 1, 1]
+    assert warpgroups(151936, within=256) == 2
+    assert warpgroups(128 * 1200 + 64, within=128 * 1200 + 64) == 1
 
 
 def test_a_bias_gets_whole_tiles():
