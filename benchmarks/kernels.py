@@ -11,20 +11,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+TOKENS = "8,16,32,64,128,256,512,1024,2048,4096,8192,16384"
+#: What an engine on Qwen3's shapes has by default.
+CACHE = ("--page", "16", "--requests", "256", "--context", "8704")
 #: Result file, script and its options, by the kernels' name.
 RUNS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
     "matmul": (
-        ("matmul_h200.json", "matmul.py", ("--tokens", "8,16,32,64,128,256,512,1024", "--leaves", "1,4", "--chosen")),
-        (
-            "matmul_two_eight_leaves_h200.json",
-            "matmul.py",
-            ("--tokens", "8,64,256,1024,8192", "--leaves", "2,8", "--chosen"),
-        ),
+        ("matmul_turns_h200.json", "matmul.py", ("--tokens", TOKENS, "--leaves", "1,2,4,8", "--chosen")),
         ("matmul_tiles_h200.json", "matmul.py", ("--tokens", "128,256,512,1024,8192", "--leaves", "1,4")),
     ),
-    "attention": (("attention_h200.json", "attention.py", ("--page", "16", "--requests", "256", "--context", "8704")),),
+    "attention": (
+        ("attention_decode_h200.json", "attention.py", (*CACHE, "--rows", "decode", "--decode-lengths", "346", "640")),
+        ("attention_prefill_h200.json", "attention.py", (*CACHE, "--rows", "prefill")),
+    ),
     "rows": (("rows_h200.json", "rows.py", ()),),
-    "layer": (("layer_h200.json", "layer.py", ("--tokens", "8,32,256", "--context", "8704")),),
+    "layer": (("layer_h200.json", "layer.py", ("--tokens", "8,256", "--length", "346", "--context", "8704")),),
 }
 
 

@@ -7,27 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import performance_texts as texts
+from engine import PACED
 from markdown_table import table as _table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-#: Each with the tokens from which and below which its rows are of today's kernels.
-MATMUL_FILES = {
-    "matmul_few_tokens_h200.json": (0, 129),
-    "matmul_h200.json": (129, 2048),
-    "matmul_two_eight_leaves_h200.json": (0, 16385),
-    "matmul_tiles_h200.json": (2048, 16385),
-    "matmul_2048_h200.json": (2048, 16385),
-}
+#: A row of a later file stands only where no earlier one has it. All but the first timed cuBLAS first.
+MATMUL_FILES = tuple(
+    f"matmul_{name}h200.json"
+    for name in ("turns_", "few_tokens_", "two_leaves_", "", "two_eight_leaves_", "tiles_", "2048_")
+)
 #: What a ratio to cuBLAS should be at most, by leaves, for many tokens; for few it is 1, else `MIDDLE_AIM`.
 LARGE_AIMS = {1: 1.0, 2: 1.05, 4: 1.05, 8: 1.1}
 FEW_TOKENS, MIDDLE_TOKENS, MIDDLE_AIM = 64, 512, 1.05
 COPY_AIM = 0.85
 PREFILL_AIM, DECODE_AIM = 1.15, 1.1
-#: A row of a later file stands only where no earlier one has it.
-ATTENTION_FILES = tuple(f"attention_{name}h200.json" for name in ("decode_", "steps_", "pages_", "prefill_", ""))
+ATTENTION_FILES = ("attention_decode_h200.json", "attention_prefill_h200.json")
 #: Each with the arms that are taken from it.
 ENGINE_FILES = {
+    "engine_qwen3_8b_paced_h200.json": ("isojax", "isojax_paced"),
     "engine_qwen3_8b_h200.json": ("isojax",),
     "engine_qwen3_8b_batch_invariant_h200.json": ("batch_invariant",),
     "engine_qwen3_1b7_h200.json": ("isojax",),
@@ -71,40 +69,32 @@ def page() -> str:
 
 
 def _matmul() -> str:
-    best: dict[tuple[int, ...], dict[str, Any]] = {}
-    for name, (first, end) in MATMUL_FILES.items():
+    rows: dict[tuple[int, ...], dict[str, Any]] = {}
+    for name in MATMUL_FILES:
         for row in _load(name)["rows"]:
-            # Of a file with all tiles those that are not committed are left out where it says which.
-            if not first <= row["T"] < end or not row.get("chosen", True):
-                continue
-            key = (row["N"], row["K"], row["T"], row["leaves"])
-            if key not in best or row["ratio"] < best[key]["ratio"]:
-                best[key] = {**row, "file": name.removesuffix(".json")}
+            if row["chosen"]:
+                key = (row["N"], row["K"], row["T"], row["leaves"])
+                rows.setdefault(key, {**row, "file": name.removesuffix("_h200.json")})
     lines = []
-    for (columns, inner, tokens, leaves), row in sorted(best.items()):
+    for (columns, inner, tokens, leaves), row in sorted(rows.items()):
         aim = 1.0 if tokens <= FEW_TOKENS else MIDDLE_AIM if tokens <= MIDDLE_TOKENS else LARGE_AIMS[leaves]
         measured = (f"{row[name]:.1f}" for name in ("us", "cublas_us", "floor_us"))
         lines.append((columns, inner, tokens, leaves, *measured, f"{row['ratio']:.2f}", f"{aim:.2f}", row["file"]))
     titles = ("N", "K", "tokens", "leaves", "us", "cuBLAS us", "floor us", "ratio", "aim", "file")
-    return f"## Matmul\n\nThe committed tile, weights [N, K], bfloat16.\n\n{_table(titles, lines)}"
+    return f"## Matmul\n\n{texts.MATMUL.strip()}\n\n{_table(titles, lines)}"
 
 
 def _attention() -> str:
-    lines, seen = [], set()
-    rows = [(name.removesuffix(".json"), row) for name in ATTENTION_FILES for row in _load(name)["rows"]]
-    for file, row in rows:
-        if (what := (row["what"], row.get("behind"), row.get("page"))) in seen:
-            continue
-        seen.add(what)
+    lines = []
+    for row in (row for name in ATTENTION_FILES for row in _load(name)["rows"]):
         rate = f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['tb_per_s']:.2f} TB/s"
         aim = PREFILL_AIM if row["what"].startswith("prefill") else DECODE_AIM
         times = (f"{row[name]:.0f}" for name in ("us", "flash_attention_3_us"))
         behind = f" after {row['behind']}" if row.get("behind") else ""
         page = f", pages of {row['page']}" if "page" in row else ""
-        ratio = (f"{row['ratio']:.2f}", f"{aim:.2f}")
-        lines.append((row["what"] + behind + page, *times, *ratio, rate, file))
-    titles = ("sequences x tokens", "us", "vLLM's FlashAttention 3 us", "ratio", "aim", "rate", "file")
-    return f"## Attention\n\n32 query heads over 8 of size 128, bfloat16.\n\n{_table(titles, lines)}"
+        lines.append((row["what"] + behind + page, *times, f"{row['ratio']:.2f}", f"{aim:.2f}", rate))
+    titles = ("sequences x tokens", "us", "vLLM's FlashAttention 3 us", "ratio", "aim", "rate")
+    return f"## Attention\n\n{texts.ATTENTION.strip()}\n\n{_table(titles, lines)}"
 
 
 def _engine() -> str:
@@ -118,9 +108,10 @@ def _engine() -> str:
                 aim = f"{ENGINE_AIMS.get(workload, 1.0):.2f}" if arm != "batch_invariant" else ""
                 device = (_spread(each, "device_ms_a_step", "device_ms_spread") for each in (row, stock[workload]))
                 seconds = (_spread(each, "seconds", "seconds_spread") for each in (row, stock[workload]))
-                device_ratio, seconds_ratio = f"{ratio['device_ms_a_step']:.2f}", f"{ratio['seconds']:.2f}"
+                # How long a run takes that was made to wait says nothing.
+                taken = ("", "", "") if arm == PACED else (*seconds, f"{ratio['seconds']:.2f}")
                 file = name.removesuffix("_h200.json")
-                lines.append((arm, workload, *device, device_ratio, *seconds, seconds_ratio, aim, file))
+                lines.append((arm, workload, *device, f"{ratio['device_ms_a_step']:.2f}", *taken, aim, file))
     titles = ("arm", "requests x in x out", "device ms a step", "stock's", "ratio", "seconds", "stock's", "ratio")
     return f"## vLLM against stock vLLM\n\n{texts.ENGINE.strip()}\n\n{_table((*titles, 'aim', 'file'), lines)}"
 
@@ -133,7 +124,8 @@ def _by_workload(found: dict[str, Any], arm: str) -> dict[str, dict[str, Any]]:
 
 
 def _spread(row: dict[str, Any], name: str, spread: str) -> str:
-    return f"{row[name]:.2f} ({row[spread]:.2f})"
+    # One run has none.
+    return f"{row[name]:.2f}" + (f" ({row[spread]:.2f})" if row.get("runs") != 1 else "")
 
 
 def _training() -> str:

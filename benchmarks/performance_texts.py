@@ -4,20 +4,25 @@ INTRODUCTION = """
 Made by `benchmarks/performance.py` from the files in `benchmarks/results/`, which hold card, versions, date and
 command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs larger than the L2 cache; each time is a
 median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Ratios
-above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. Measured
-before kernels got their present form: of attention the decode rows of `attention_pages_h200`, launched with the kernel
-for several tokens that decode steps no longer have; matmuls of two and eight leaves up to 64 tokens, which had no tiles
-of fewer weight rows; norms and elementwise, which the compiler could still fuse; and the decode step by kernels.
+above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. Not measured
+since splits of attention have 1024 positions instead of 512, an export has steps of up to 8192 tokens instead of 2048
+and the head two warpgroups a block: all engines but `engine_qwen3_8b_paced`, the trainer, a whole GRPO step, a decode
+layer and a decode step.
 """
 
 ENGINE = """
 Medians of one run, in parentheses their spread (largest less smallest), and ratios of the medians; vLLM 0.26, pages of
 16 positions. `isojax` is a rollout, `VllmEngine.generate`, which hands out every token with its log-probability;
-`isojax_llm` is the same engine asked for them through `vllm.LLM`, as stock vLLM is. Where seconds are far above device
-time, the engine waits for the host: of 256 requests stock vLLM ranks and wraps every token's value at every step, a
-rollout keeps them on the device (`bridge/sampled_log.py`). In the first three files one arm was measured after the
-other. In those named `turns` arms took turns, run by run; both shapes were measured at the same time, each on a card of
-its own, while the machine's processors ran tests: what waits for the host scatters there, device time less.
+`isojax_llm` is the same engine asked for them through `vllm.LLM`, as stock vLLM is; `isojax_paced` is a rollout whose
+steps start no sooner after each other than stock vLLM's do. Where seconds are far above device time, the engine waits
+for the host: of 256 requests stock vLLM ranks and wraps every token's value at every step, a rollout keeps them on the
+device (`bridge/sampled_log.py`).
+
+In `engine_qwen3_8b_paced` arms took turns; a time limit ended it after one run of each, so there is no spread. Its
+steps have up to 8192 tokens, those of all other files up to 2048; stock vLLM's have up to 16384. In `engine_qwen3_8b`,
+`engine_qwen3_8b_batch_invariant` and `engine_qwen3_1b7` one arm was measured after the other. In those named `turns`
+arms took turns, run by run; both shapes were measured at the same time, each on a card of its own, while the machine's
+processors ran tests: what waits for the host scatters there, device time less.
 
 On 1.7B shapes the host sets the pace, and machines differ: one request took a rollout 1.37 s against stock vLLM's 1.26
 on one machine, 1.35 against 1.44 in turns on another, and there alone, one process after the other, 0.86 against 1.18
@@ -39,36 +44,45 @@ of one machine, and its arms one after the other. With 16 layers of Qwen3-8B's s
 MISSES = """
 ## What misses its aim
 
-- **256 requests on Qwen3-8B's shapes, device time: 1.03**, in both runs. The card is at its power limit: while ours
-  decode it draws 692 W at 1635 of 1980 MHz, capped in all 43 samples; while stock vLLM's do, 671 W at 1830 MHz, capped
-  in 41 of 44 (`engine_power_qwen3_8b_h200.json`, of the first run), with more pauses: it takes 16.3 ms a step, prompts
-  included, of which a step on the card is 11.2, ours 14.1 and 11.6. Alone a layer takes 272 us (the table above), 9.8
-  ms for 36. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without attention's first kernel,
-  pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain; attention over pages of 128, no
-  faster at 346 tokens. Probably what is left is energy: decode attention has 4 query heads a key head, and the tensor
-  cores multiply 64 rows for them. In seconds a rollout takes 0.87 of stock vLLM's, in the other run 0.78.
-- **8 prompts of 8192 tokens, seconds: 1.053 and 1.050 on 8B shapes, 1.04 and 1.06 on 1.7B** (1.05), while a decode step
-  is faster: prefill pays. Attention over pages of 16 takes 1.14 to 1.18 of FlashAttention 3's time there, packed 0.97
-  to 1.19; pages of 128 take ours 2 to 5% less time and FlashAttention 3's 4 to 9%, which leaves 1.14 to 1.25. Products
-  of four leaves take up to 1.06 of cuBLAS's time at 2048 tokens for the two that a Qwen3 layer cuts. A rollout also
-  checked these 65,536 tokens one by one; since these runs it asks of all at once.
+- **256 requests on Qwen3-8B's shapes, device time: 1.03.** The card is at its power limit, where whoever pauses more
+  computes faster: at stock vLLM's pace, a step every 13.1 ms, ours take 0.99 of its time on the card; on their own they
+  come every 12.5 ms and a rollout takes 0.93 of stock vLLM's seconds. In an earlier run ours drew 692 W at 1635 of 1980
+  MHz, capped in all 43 samples, and stock vLLM 671 W at 1830 MHz, capped in 41 of 44
+  (`engine_power_qwen3_8b_h200.json`). Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without
+  attention's first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain;
+  attention over pages of 128, no faster at 346 tokens. Probably what is left is energy: decode attention has 4 query
+  heads a key head, and the tensor cores multiply 64 rows for them.
+- **8 prompts of 8192 tokens, seconds**: 1.04 with steps of 8192 tokens, within the aim of 1.05, in one run. With steps
+  of 2048 it was 1.05 on 8B shapes, 1.04 and 1.06 on 1.7B, which was not measured since. There the prompts took the card
+  1.84 s against 1.77 (`prefill_kernels_qwen3_8b_h200.json`): attention 381 ms against 310, since each chunk of a prompt
+  reads again what is cached of it, the head 9 against 1, launched 32 times instead of 4; products with SwiGLU 1380
+  against 1375.
 - **One request on 1.7B shapes, seconds**: 1.09 in one run, 0.94 and 0.73 in others, see above; device time 0.79 to
   0.85. A step takes the host 1.75 ms when nothing disturbs it and the card 1.45, so either may be the slower one. Of
   the host's time 0.32 ms are vLLM's inputs, 0.44 the draw and its log, 0.19 the head's launches.
-- **Prefill attention, 1 x 8192: 1.19** (1.15). Three changes brought it from 1016 to 941 us: the next head's queries
-  and keys come while one is computed, a split joins the earlier ones under the next one's scores, a mask costs two
-  instructions. What sets the pace is the chain of one warpgroup (scores, softmax, weights), not the tensor cores; the
-  overlap that FlashAttention 3 has would need the registers that the declared order of the splits takes. 16 x 1024 and
-  2 x 1024 are within the aim.
-- **Matmul of several leaves with many columns** (24576 x 4096): 1.06 to 1.23 from 256 tokens on. Every leaf's sum waits
-  in registers or shared memory until it is added, which leaves room for narrower tiles only. Leaves in runs of two or
-  four, sums in shared memory, two warpgroups a tile and clusters were tried; the committed tile is the fastest. Of a
-  Qwen3 layer only the last products of attention and feed-forward have leaves.
-- **Matmul up to 64 tokens**: with one and four leaves within the aim, but for the head of 64 rows, 1.01, where two
-  warpgroups a tile measured 0.98 and are not committed yet, and 24576 columns in four leaves, 1.01. Two and eight
-  leaves, which no shipped policy has, were not measured with today's tiles. **The head of 128 and 256 rows**: 1.06
-  (1.05); tiles of 64 to 256 columns and of 128 rows were tried. **4096 x 12288 in one leaf, 128 tokens**: 1.23, with
-  the four that are shipped 0.91.
+- **Prefill attention over packed keys, 1 x 8192: 1.22** (1.15); over pages, as the engine runs it, 1.13. In turns both
+  sides meet the card at its power limit: ours scatters by 159 us, FlashAttention 3 by 86. Three changes brought it from
+  1016 to 941 us on a cool card: the next head's queries and keys come while one is computed, a split joins the earlier
+  ones under the next one's scores, a mask costs two instructions; splits of 1024 positions brought 2 to 4% more. What
+  sets the pace is the chain of one warpgroup (scores, softmax, weights), not the tensor cores; the overlap that
+  FlashAttention 3 has would need the registers that the declared order of the splits takes.
+- **Matmul of several leaves that no shipped policy has**: 24576 columns in 2 to 8 leaves 1.06 to 1.23 from 256 tokens
+  on, two and eight leaves at 8192 tokens up to 1.18. These were timed after cuBLAS and not in turns with it, which
+  alone made four leaves at 8192 tokens 1.10 instead of 1.02. Every leaf's sum waits in registers or shared memory until
+  it is added, which leaves room for narrower tiles only. Leaves in runs of two or four, sums in shared memory, two
+  warpgroups a tile and clusters were tried; the committed tile is the fastest. **Eight leaves, 32 tokens**: 1.39 and
+  1.37 with many columns, while 8 and 64 tokens are within the aim; not known why. **One leaf of 4096 columns, 128 and
+  256 tokens**: 1.18 to 1.26. One chain of sums is one block's, so there are too few blocks; the four leaves that are
+  shipped take 0.93 to 1.05. Two leaves of 8 tokens and steps of 16384 were not measured.
+"""
+
+MATMUL = """
+The committed tile, weights [N, K], bfloat16. In `matmul_turns` rounds of ours and of cuBLAS took turns, so that both
+met the card at the same temperature and power; in the other files cuBLAS came first, when the card was cooler.
+"""
+
+ATTENTION = """
+32 query heads over 8 of size 128, bfloat16, splits of 1024 positions, in turns with FlashAttention 3.
 """
 
 LAYER = """
