@@ -141,7 +141,7 @@ def damages(sealed_anew: Change = with_other_bytes) -> dict[str, Damage]:
         "two kernels swapped in the manifest": Damage(swap_in_the_manifest, swapped),
         "two kernels' digests swapped in the contract": Damage(swap_in_the_contract, swapped),
         "another tile in the engine's bundle alone": Damage(lambda folder: retile(folder, sealed_anew), other_tile),
-        "another split in the manifest": Damage(resplit, r"region paged_attention, kernel .* split=256.*: found"),
+        "another split in the manifest": Damage(resplit, r"region paged_attention, kernel .* split=\d+.*: found"),
         "another ptxas in the manifest": Damage(lambda f: rewritten(f, ptxas=OTHER_PTXAS), ptxas + OTHER_PTXAS),
         "another ptxas in the contract": Damage(other_ptxas_in_the_contract, ptxas + ".*" + OTHER_PTXAS),
     }
