@@ -146,7 +146,7 @@ class Arm:
 
     def seconds_between_steps(self, workload: str) -> float | None:
         """From one step's start to the next one's, of the workload's runs so far; None before any."""
-        return next((row["seconds_between_steps"] for row in self._rows() if _name(row) == workload), None)
+        return next((row.get("seconds_between_steps") for row in self._rows() if _name(row) == workload), None)
 
     def close(self) -> None:
         """Has it end."""

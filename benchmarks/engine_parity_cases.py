@@ -17,7 +17,7 @@ class Case:
     """One call of the engine.
 
     prompts: how many, all sent at once; those that find no place wait for others to end. shortest, longest: of a
-    prompt, in tokens, drawn uniformly. first: length of the first prompt, 0 for one like the others. new_tokens: of
+    prompt, in tokens, drawn uniformly. last: length of the last prompt, 0 for one like the others. new_tokens: of
     every completion. rows: full rows to compare. proof: what must have happened in the engine, or the case says
     nothing: a prefill chunk, a prefix cache hit in every request, a preemption.
     """
@@ -29,7 +29,7 @@ class Case:
     new_tokens: int
     rows: int
     seed: int
-    first: int = 0
+    last: int = 0
     proof: Proof | None = None
 
     @property
@@ -52,6 +52,8 @@ class Sizes:
     round_longest: int = 200
     round_rows: int = 2048
     preempted_tokens: int = 200
+    long_prompts: int = 24
+    long_tokens: int = 32
     sync_prompts: int = 64
     sync_tokens: int = 32
 
@@ -78,13 +80,17 @@ def plan(
             Case(f"prefill, batch {batch}", batch, 1, sizes.round_longest, 1, few, seed),
             # A prompt that a step takes whole is cut only in company.
             *(
-                [Case(f"chunked prefill, batch {batch}", batch, 1, 90, 4, few, seed + 1, first=long, proof="chunk")]
+                [Case(f"chunked prefill, batch {batch}", batch, 1, 90, 4, few, seed + 1, last=long, proof="chunk")]
                 if batch > 1 or long > step_tokens
                 else []
             ),
             Case(f"cache hit, batch {batch}", batch, hit, hit + 67, 4, few, seed + 2, proof="hit"),
             Case(f"decode, batch {batch}", batch, 1, 60, sizes.decode_tokens, sizes.rows, seed + 3),
         ]
+    # Histories of several splits, decoded in company.
+    shortest, longest = context // 8, 3 * context // 8
+    tail = (sizes.long_tokens, sizes.rows, seed + 4)
+    cases.append(Case(f"long prompts, batch {sizes.long_prompts}", sizes.long_prompts, shortest, longest, *tail))
     # Only the card's worker counts preemptions.
     if on_card:
         length, batch = sizes.preempted_tokens, sizes.batches[-1]
@@ -119,8 +125,8 @@ class Prompts:
         """The prompts of a case, and how many of them no earlier case had."""
         generator = np.random.default_rng([case.seed, case.prompts, case.new_tokens])
         lengths = generator.integers(case.shortest, case.longest + 1, case.prompts)
-        if case.first:
-            lengths[0] = case.first
+        if case.last:
+            lengths[-1] = case.last
         starts = generator.integers(0, len(self.corpus) - lengths)
         drawn = [self.corpus[start : start + n].tolist() for start, n in zip(starts, lengths, strict=True)]
         before = len(self._seen)

@@ -6,8 +6,8 @@ command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs lar
 median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Ratios
 above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. Not measured
 since splits of attention have 1024 positions instead of 512, an export has steps of up to 8192 tokens instead of 2048
-and the head two warpgroups a block: all engines but `engine_qwen3_8b_paced`, the trainer, a whole GRPO step, a decode
-layer and a decode step.
+and a head of 151936 rows two warpgroups a block: all engines but `engine_qwen3_8b_paced`, the trainer, a whole GRPO
+step, a decode layer and a decode step.
 """
 
 ENGINE = """
@@ -45,13 +45,13 @@ MISSES = """
 ## What misses its aim
 
 - **256 requests on Qwen3-8B's shapes, device time: 1.03.** The card is at its power limit, where whoever pauses more
-  computes faster: at stock vLLM's pace, a step every 13.1 ms, ours take 0.99 of its time on the card; on their own they
-  come every 12.5 ms and a rollout takes 0.93 of stock vLLM's seconds. In an earlier run ours drew 692 W at 1635 of 1980
-  MHz, capped in all 43 samples, and stock vLLM 671 W at 1830 MHz, capped in 41 of 44
+  computes faster. In one run of each, ours take 0.99 of stock vLLM's time on the card at its pace, a step every 13.1
+  ms; on their own they come every 12.5 ms, take 1.03, and a rollout takes 0.93 of stock vLLM's seconds. That fits, but
+  the half millisecond between them is no more than what runs of earlier kernels scattered by. In an earlier run ours
+  drew 692 W at 1635 of 1980 MHz, capped in all 43 samples, and stock vLLM 671 W at 1830 MHz, capped in 41 of 44
   (`engine_power_qwen3_8b_h200.json`). Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without
-  attention's first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain;
-  attention over pages of 128, no faster at 346 tokens. Probably what is left is energy: decode attention has 4 query
-  heads a key head, and the tensor cores multiply 64 rows for them.
+  attention's first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain. Probably
+  what is left is energy: decode attention has 4 query heads a key head, and the tensor cores multiply 64 rows for them.
 - **8 prompts of 8192 tokens, seconds**: 1.04 with steps of 8192 tokens, within the aim of 1.05, in one run. With steps
   of 2048 it was 1.05 on 8B shapes, 1.04 and 1.06 on 1.7B, which was not measured since. There the prompts took the card
   1.84 s against 1.77 (`prefill_kernels_qwen3_8b_h200.json`): attention 381 ms against 310, since each chunk of a prompt
@@ -61,19 +61,23 @@ MISSES = """
   0.85. A step takes the host 1.75 ms when nothing disturbs it and the card 1.45, so either may be the slower one. Of
   the host's time 0.32 ms are vLLM's inputs, 0.44 the draw and its log, 0.19 the head's launches.
 - **Prefill attention over packed keys, 1 x 8192: 1.22** (1.15); over pages, as the engine runs it, 1.13. In turns both
-  sides meet the card at its power limit: ours scatters by 159 us, FlashAttention 3 by 86. Three changes brought it from
-  1016 to 941 us on a cool card: the next head's queries and keys come while one is computed, a split joins the earlier
-  ones under the next one's scores, a mask costs two instructions; splits of 1024 positions brought 2 to 4% more. What
-  sets the pace is the chain of one warpgroup (scores, softmax, weights), not the tensor cores; the overlap that
-  FlashAttention 3 has would need the registers that the declared order of the splits takes.
-- **Matmul of several leaves that no shipped policy has**: 24576 columns in 2 to 8 leaves 1.06 to 1.23 from 256 tokens
-  on, two and eight leaves at 8192 tokens up to 1.18. These were timed after cuBLAS and not in turns with it, which
-  alone made four leaves at 8192 tokens 1.10 instead of 1.02. Every leaf's sum waits in registers or shared memory until
-  it is added, which leaves room for narrower tiles only. Leaves in runs of two or four, sums in shared memory, two
-  warpgroups a tile and clusters were tried; the committed tile is the fastest. **Eight leaves, 32 tokens**: 1.39 and
-  1.37 with many columns, while 8 and 64 tokens are within the aim; not known why. **One leaf of 4096 columns, 128 and
-  256 tokens**: 1.18 to 1.26. One chain of sums is one block's, so there are too few blocks; the four leaves that are
-  shipped take 0.93 to 1.05. Two leaves of 8 tokens and steps of 16384 were not measured.
+  sides meet the card at its power limit: ours scatters by 159 us, FlashAttention 3 by 86. Tried, all kept: the next
+  head's queries and keys come while one is computed, a split joins the earlier ones under the next one's scores, a mask
+  costs two instructions, splits of 1024 positions instead of 512. What sets the pace is the chain of one warpgroup
+  (scores, softmax, weights), not the tensor cores; the overlap that FlashAttention 3 has would need the registers that
+  the declared order of the splits takes.
+- **Matmul of several leaves that no shipped policy has.** 24576 columns in 2 to 8 leaves take 1.06 to 1.23 from 256
+  tokens on, fewer columns in two and eight leaves up to 1.26 of 256, 1.14 of 1024 and 1.18 of 8192 tokens, 6144 in four
+  leaves 1.10 of 8192. All but the eight leaves up to 64 tokens were timed after cuBLAS and not in turns with it, which
+  alone made 4096 columns in four leaves at 8192 tokens 1.10 instead of 1.02. Every leaf's sum waits in registers or
+  shared memory until it is added, which leaves room for narrower tiles only. Leaves in runs of two or four, sums in
+  shared memory, two warpgroups a tile and clusters were tried; the committed tile is the fastest. **Eight leaves, 32
+  tokens**: 1.39 and 1.37 with 6144 and 24576 columns, whose 8 and 64 tokens are within the aim; not known why. 4096
+  columns in eight leaves of 64 tokens and 24576 in four take 1.01.
+- **Matmul of one leaf.** 4096 columns take 1.26 of 256 tokens, and of K = 12288 1.23 of 128 and 1.18 of 256: one chain
+  of sums is one block's, so there are too few blocks; the four leaves that are shipped take 0.87 to 1.05 there. 4096
+  columns of 8192 tokens take 1.02, timed after cuBLAS, and 24576 of 4096 tokens 1.01. Two leaves of 8 tokens with 4096
+  columns and steps of 16384 tokens were not measured.
 """
 
 MATMUL = """

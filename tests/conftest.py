@@ -39,8 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Before the first computation. Pallas's interpreter runs a block's warpgroups on threads of XLA's pool, which
         # wait there at barriers: with fewer threads than warpgroups, as on two CPUs, it can wait for ever.
         os.environ.setdefault("NPROC", INTERPRETER_THREADS)
-        # Here a CPU computes the interpreter and what results are close to, and most of that time is LLVM's.
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        if not any("gpu" in item.path.parts for item in items):
+            # Here a CPU computes the interpreter and what results are close to, and most of that time is LLVM's.
+            os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
         sys.modules |= dict.fromkeys(_NEVER_THERE)
         return
     reason = f"kernels are sealed with jax {SEALING_JAX} only, found {jax.__version__}: see `make seal-env`"

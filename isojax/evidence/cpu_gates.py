@@ -22,6 +22,7 @@ from isojax.policy.config import PolicyConfig
 from isojax.policy.policy import Policy
 from isojax.rl.mismatch import different_bits
 from isojax.weights.digest import digest
+from pallas_kernels.attention.spec import DEFAULT_SPLIT
 
 # T: tokens, K: key heads, D: head dimension, P: page size.
 
@@ -82,8 +83,8 @@ def cases_agree_gate() -> str:
 
 
 def attention_bindings_gate() -> str:
-    """Paged attention gives packed attention's bits, for histories around every block and page boundary."""
-    lengths = (1, 15, 16, 17, 127, 128, 129, 600)
+    """Paged attention gives packed attention's bits, for histories around every block, page and split."""
+    lengths = (1, 15, 16, 17, 127, 128, 129, DEFAULT_SPLIT + 88)
     for page, dtype in ((16, "bfloat16"), (128, "bfloat16"), (128, "float32")):
         _check_paged(lengths, page, dtype)
     return f"histories of {', '.join(map(str, lengths))} tokens, pages of 16 and 128 in bfloat16, 128 in float32"

@@ -16,6 +16,7 @@ from bridge.gates.operands import hazardous_rows
 from bridge.gates.suite import CHECKS, planted_calls
 from contracts.errors import DifferenceFound, ToolchainMismatch
 from isojax.evidence.gates import run_gates
+from pallas_kernels.attention.spec import DEFAULT_SPLIT
 
 pytestmark = pytest.mark.long_file(80)
 
@@ -118,6 +119,22 @@ def test_a_value_beyond_its_roundings_fails_the_reference(region):
 
     with pytest.raises(DifferenceFound, match=region):
         GATES["reference"](cpu_card(_lying(region, off)))
+
+
+@pytest.mark.slow
+def test_a_wrong_second_split_fails_the_reference_where_the_first_one_is_long():
+    """The packed form alone, whose splits of 1024 positions are longer than the history that faults are planted in."""
+
+    def off(result: torch.Tensor) -> torch.Tensor:
+        result[DEFAULT_SPLIT:] *= 1.05
+        return result
+
+    config = dataclasses.replace(CONFIG, max_position=2048)
+    sealed = bundle(config, dataclasses.replace(SHAPES, trainer_tokens=(2048,), max_context=1280))
+    packed = tuple(program for program in sealed.programs if program.region == "attention")
+    card = cpu_card(_lying("attention", off), sealed=dataclasses.replace(sealed, programs=packed))
+    with pytest.raises(DifferenceFound, match=r"values too far, at \(1024, "):
+        GATES["reference"](card)
 
 
 def test_programs_are_grouped_by_all_but_their_tokens():

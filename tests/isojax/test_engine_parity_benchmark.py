@@ -20,6 +20,7 @@ from contracts.errors import BadConfig
 from isojax import Policy, PolicyConfig, pack
 from isojax.evidence.engine_parity import entropy
 from isojax.kernels import KernelShapes
+from pallas_kernels.attention.spec import DEFAULT_SPLIT
 from pallas_kernels.kernel_shapes import PAGE_SIZES
 
 pytestmark = pytest.mark.long_file(35)
@@ -35,18 +36,34 @@ def test_the_plan_reaches_its_tokens_on_every_path_and_batch():
     assert len({(case.name, case.seed) for case in cases}) == len(cases)
     for path in ("prefill", "chunked prefill", "cache hit", "decode"):
         assert {case.prompts for case in cases if case.name.startswith(path)} == {1, 8, 64, 256}
-    assert all(case.first > 1024 for case in cases if case.proof == "chunk")
+    assert all(case.last > 1024 for case in cases if case.proof == "chunk")
     # A hit is of whole pages, and the last token is always computed.
     assert all(case.shortest > PAGE for case in cases if case.proof == "hit")
     assert sum(case.prompts for case in cases if case.name.startswith("round")) > sizes.batches[-1]
 
 
-def test_with_steps_as_long_as_the_context_a_prompt_is_cut_only_in_company():
+def test_with_steps_as_long_as_the_context_the_long_prompt_is_cut_in_company():
     cases = plan(Sizes(), context=8192, step_tokens=8192, tokens=0, seed=0, on_card=True)
     cut = [case for case in cases if case.proof == "chunk"]
     assert {case.prompts for case in cut} == {8, 64, 256}
-    prompts = Prompts(np.arange(10_000))
-    assert all(sum(map(len, prompts.draw(case)[0])) > 8192 for case in cut)
+    for case in cut:
+        lengths = [len(prompt) for prompt in Prompts(np.arange(10_000)).draw(case)[0]]
+        # vLLM takes prompts in their order: what is left of a step when the last one comes does not hold it.
+        assert lengths[-1] == 8184
+        assert 8192 - sum(lengths[:-1]) % 8192 < 8184
+
+
+def test_many_histories_have_several_splits():
+    sizes = Sizes()
+    (case,) = (
+        case
+        for case in plan(sizes, context=8192, step_tokens=8192, tokens=0, seed=0, on_card=True)
+        if case.name.startswith("long prompts")
+    )
+    lengths = [len(prompt) for prompt in Prompts(np.arange(10_000)).draw(case)[0]]
+    assert sum(length > DEFAULT_SPLIT for length in lengths) * case.new_tokens > 500
+    # All at once in the cache.
+    assert sum(lengths) + case.tokens < sizes.cache_tokens
 
 
 @pytest.mark.parametrize("page", PAGE_SIZES[:-1])
@@ -92,9 +109,9 @@ def test_the_cache_holds_a_round_but_not_the_preemption_case():
 
 def test_prompts_are_counted_once_and_have_the_lengths_asked_for():
     prompts = Prompts(np.arange(5000))
-    case = Case("any", 200, 40, 80, 1, 0, seed=3, first=100)
+    case = Case("any", 200, 40, 80, 1, 0, seed=3, last=100)
     drawn, new = prompts.draw(case)
-    assert [len(drawn[0]), min(map(len, drawn)) >= 40, max(map(len, drawn[1:])) <= 80] == [100, True, True]
+    assert [len(drawn[-1]), min(map(len, drawn)) >= 40, max(map(len, drawn[:-1])) <= 80] == [100, True, True]
     assert new == len({tuple(prompt) for prompt in drawn}) > 190
     assert prompts.draw(case) == (drawn, 0)
 

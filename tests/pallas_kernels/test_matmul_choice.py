@@ -12,6 +12,17 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 FOLDER = BENCHMARKS / "results"
 RESULTS = ("matmul_tiles_h200.json", "matmul_tall_h200.json")
+#: How many rows of a file are of committed tiles.
+COMMITTED = {
+    "matmul_2048_h200": 5,
+    "matmul_few_tokens_h200": 45,
+    "matmul_h200": 36,
+    "matmul_tall_h200": 15,
+    "matmul_tiles_h200": 40,
+    "matmul_turns_h200": 39,
+    "matmul_two_eight_leaves_h200": 24,
+    "matmul_two_leaves_h200": 14,
+}
 #: Two runs are compared where cuBLAS took as long in both, else the card was in another state.
 SAME_STATE = 0.08
 #: Of the best tile's time; what a second run of the same tile may differ by.
@@ -72,7 +83,9 @@ def test_what_the_results_call_chosen_is_what_a_call_gets(path):
 
     from pallas_kernels.matmul.hopper_choice import choose_tile
 
-    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert sum(row["chosen"] for row in rows) == COMMITTED[path.stem]
+    for row in rows:
         called = choose_tile(row["T"], row["N"], row["K"], row["leaves"])
         assert row["chosen"] == (read_tile(row["tile"]) == called), row
 

@@ -29,11 +29,13 @@ SIZES = Sizes(
     round_longest=40,
     round_rows=8,
     preempted_tokens=8,
+    long_prompts=2,
+    long_tokens=2,
     sync_prompts=4,
     sync_tokens=4,
 )
 OPTIONS = Options(tokens=50, graphs=(False,), step_tokens=(32, 32), sizes=SIZES)
-BATCH_CASES, ROUNDS = 4, 1
+BATCH_CASES, LONG, ROUNDS = 4, 1, 1
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_the_whole_benchmark_is_exact_on_a_policy_without_weights(folder, tmp_pa
     assert totals["tokens"] >= OPTIONS.tokens
     assert totals["rows"] >= 30
     assert 1.0 < totals["mean_token_entropy"] < 2.5
-    assert len(written["cases"]) == BATCH_CASES * len(SIZES.batches) + ROUNDS + 1
+    assert len(written["cases"]) == BATCH_CASES * len(SIZES.batches) + LONG + ROUNDS + 1
     (sync,) = (case for name, case in written["cases"].items() if name.startswith("sync"))
     assert sync["mismatches_against_the_old_weights"] > 0
     assert sync["back_equals_first"]

@@ -28,13 +28,16 @@ def main(scratch: Path) -> None:
     print("beside", engine.runs_beside_trainer, flush=True)
     trainer.run(show_progress=False)
     timer = threading.Timer(SECONDS_BEFORE, _interrupt)
+    inside = False
     try:
         timer.start()
         # Seconds of work, for as long as it takes.
         while True:
+            inside = True
             engine.generate([[3, 4, 5 + at % 8] for at in range(64)], Sampling(max_tokens=28, seed=1))
+            inside = False
     except BaseException as error:
-        print("raised", type(error).__name__, flush=True)
+        print("raised", type(error).__name__, "in a rollout" if inside else "between rollouts", flush=True)
     trainer.close()
     print("closed", flush=True)
 

@@ -46,6 +46,6 @@ def test_a_lagged_run_beside_real_vllm_agrees_in_every_bit(done, scratch):
 
 def test_ctrl_c_ends_a_rollout_beside_an_engine_that_it_ends_too(done):
     """It reaches vLLM in its own process as well, which then answers nothing: nobody may wait for it."""
-    assert _said(done, "raised", "closed") == ["raised KeyboardInterrupt", "closed"], (
+    assert _said(done, "raised", "closed") == ["raised KeyboardInterrupt in a rollout", "closed"], (
         done.stdout[-2000:] + done.stderr[-4000:]
     )

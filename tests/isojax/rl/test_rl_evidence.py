@@ -1,6 +1,7 @@
 """Bisect, drift and gates: they see what is there, and say when nothing is."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from isojax.evidence.executors import open_executor
 from isojax.evidence.gates import Gate, GateSuite, run_gates, select_gates, select_suites
 from isojax.policy import pack
 from isojax.rl.report import render
+from pallas_kernels.attention.spec import DEFAULT_SPLIT
 
 pytestmark = pytest.mark.long_file(90)
 
@@ -223,6 +225,15 @@ def test_a_gate_fails_where_its_claim_is_false(monkeypatch):
     (result,) = run_gates(select_gates(select_suites("cpu"), ["column_shards"]))
     assert not result.passed
     assert "over 2 ranks" in result.detail
+
+
+def test_other_splits_over_pages_fail_the_bindings_gate(monkeypatch):
+    """The longest history has more than one: with longer splits it would not."""
+    longer = partial(cpu_gates.pallas_kernels.paged_attention, split=2 * DEFAULT_SPLIT)
+    monkeypatch.setattr(cpu_gates.pallas_kernels, "paged_attention", longer)
+    (result,) = run_gates(select_gates(select_suites("cpu"), ["attention_bindings"]))
+    assert not result.passed
+    assert "pages of 16" in result.detail
 
 
 def test_every_gate_says_what_it_proves():
