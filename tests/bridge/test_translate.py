@@ -96,7 +96,7 @@ def test_the_graph_reads_like_the_policy():
         r"layers_1_qkv = torch\.select\(layers_qkv, 0, 1\)",
         r"layers_1_matmul = torch\.ops\.isojax\.matmul\.default\(x = layers_0_add_rms_norm_normed_1, w = layers_1_qkv, "
         r"bias = layers_1_qkv_bias, leaves = 1, out_dtype = 'float32'\)",
-        r"layers_1_attention = torch\.ops\.isojax\.attention\.default\(q = .*, layer = 1, scale = .*, split = 512\)",
+        r"layers_1_attention = torch\.ops\.isojax\.attention\.default\(q = .*, layer = 1, scale = .*, split = 1024\)",
         r"layers_1_matmul_1 = .*w = layers_1_o, bias = layers_1_o_bias, leaves = 4",
         r"return layers_1_add_rms_norm_normed_1",
     ):
