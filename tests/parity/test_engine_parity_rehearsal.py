@@ -73,7 +73,7 @@ def test_a_trainer_with_other_weights_is_found_in_every_case(folder, tmp_path, m
     monkeypatch.setattr(engine_parity_bench.Bench, "compare", with_another_norm)
     few = dataclasses.replace(OPTIONS, tokens=0)
     totals = run(folder, few, tmp_path / "results.json")
-    assert len(totals["inexact_cases"]) == 5, "every path and the sync"
+    assert len(totals["inexact_cases"]) == BATCH_CASES + LONG + 1, "every path and the sync"
     assert totals["token_mismatches"] > 0
     assert totals["row_mismatches"] > totals["rows"] // 2
 
