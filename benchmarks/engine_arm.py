@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from isojax.rl.files import write_atomically
 
@@ -209,19 +210,16 @@ def steps_apart(seconds: float) -> Iterator[list[float]]:
     """Has vLLM's steps start at least so many seconds after each other; gives when they did, in seconds."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    step, starts = LLMEngine.step, [-seconds]
+    step, starts = LLMEngine.step, []
 
     def later(engine: LLMEngine) -> Any:
-        time.sleep(max(0.0, starts[-1] + seconds - time.perf_counter()))
+        if starts:
+            time.sleep(max(0.0, starts[-1] + seconds - time.perf_counter()))
         starts.append(time.perf_counter())
         return step(engine)
 
-    LLMEngine.step = later  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(LLMEngine, "step", later):
         yield starts
-    finally:
-        LLMEngine.step = step  # type: ignore[method-assign]
-        del starts[0]
 
 
 @contextmanager

@@ -88,9 +88,8 @@ def plan(
             Case(f"decode, batch {batch}", batch, 1, 60, sizes.decode_tokens, sizes.rows, seed + 3),
         ]
     # Histories of several splits, decoded in company.
-    shortest, longest = context // 8, 3 * context // 8
-    tail = (sizes.long_tokens, sizes.rows, seed + 4)
-    cases.append(Case(f"long prompts, batch {sizes.long_prompts}", sizes.long_prompts, shortest, longest, *tail))
+    batch, name = sizes.long_prompts, f"long prompts, batch {sizes.long_prompts}"
+    cases.append(Case(name, batch, context // 8, 3 * context // 8, sizes.long_tokens, sizes.rows, seed + 4))
     # Only the card's worker counts preemptions.
     if on_card:
         length, batch = sizes.preempted_tokens, sizes.batches[-1]

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_arm import ENVIRONMENTS, Generate, Workload, _seconds, _started
-from step_kernels import added
+from engine_arm import ENVIRONMENTS, Workload, _seconds, _started
+from step_kernels import added, ran_on_card
 
 RUNS = 3
 
@@ -37,32 +37,21 @@ def main() -> None:
 
         _seconds(generate, arguments.workload, 0)
         seconds = [_seconds(generate, arguments.workload, 1 + number) for number in range(RUNS)]
-        ran = profiled(generate, arguments.workload)
+        ran = ran_on_card(lambda: _seconds(generate, arguments.workload, 1 + RUNS))
     found = {"arm": arguments.arm, **arguments.workload._asdict(), "seconds": seconds, **summary(ran)}
     arguments.out.write_text(json.dumps({**environment(), **found}, indent=1) + "\n")
     for row in found["kernels"]:
         print(f"{row['launches']:8} {row['us']:12.1f} us  {row['kernel'][:100]}")
 
 
-def profiled(generate: Generate, workload: Workload) -> list[tuple[float, float, str]]:
-    """Start and end in microseconds, and name, of all that the card ran for one more workload."""
-    import torch
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _seconds(generate, workload, 1 + RUNS)
-        torch.cuda.synchronize()
-    ran = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    return [(event.time_range.start, event.time_range.end, event.name) for event in ran]
-
-
 def summary(ran: Sequence[tuple[float, float, str]]) -> dict[str, Any]:
     """Microseconds from the first start to the last end, of these idle, and by kernel, the longest first."""
-    ends = itertools.accumulate((end for _, end, _ in sorted(ran)), max)
-    starts = [start for start, _, _ in sorted(ran)]
-    idle = sum(max(0.0, start - end) for start, end in zip(starts[1:], ends, strict=False))
+    starts, ends, _ = zip(*sorted(ran), strict=True)
+    busy_until = list(itertools.accumulate(ends, max))
+    idle = sum(max(0.0, start - busy) for start, busy in zip(starts[1:], busy_until, strict=False))
     kernels = sorted(added(ran).items(), key=lambda item: -item[1][1])
     return {
-        "span_us": max(end for _, end, _ in ran) - starts[0],
+        "span_us": busy_until[-1] - starts[0],
         "idle_us": idle,
         "kernels": [{"kernel": name, "launches": launches, "us": us} for name, (launches, us) in kernels],
     }

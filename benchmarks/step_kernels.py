@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,16 +80,22 @@ def main() -> int:
 
 def _profiled(engine: Any, prompts: list[list[int]], tokens: int) -> dict[str, tuple[int, float]]:
     """(launches, microseconds added) of every kernel, by name, of a run that generates this many tokens a prompt."""
-    import torch
-
     from isojax.rl.rollout import Sampling
 
     print(f"profiling {tokens} tokens", flush=True)
+    sampling = Sampling(max_tokens=tokens, seed=1, stop_token_ids=())
+    return added(ran_on_card(lambda: engine.generate(prompts, sampling)))
+
+
+def ran_on_card(work: Callable[[], object]) -> list[tuple[float, float, str]]:
+    """Start and end in microseconds, and name, of all that the card ran for this work."""
+    import torch
+
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.generate(prompts, Sampling(max_tokens=tokens, seed=1, stop_token_ids=()))
+        work()
         torch.cuda.synchronize()
     ran = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    return added((event.time_range.start, event.time_range.end, event.name) for event in ran)
+    return [(event.time_range.start, event.time_range.end, event.name) for event in ran]
 
 
 def added(ran: Iterable[tuple[float, float, str]]) -> dict[str, tuple[int, float]]:

@@ -113,13 +113,18 @@ def test_arms_start_together_and_take_turns(tmp_path, monkeypatch):
     assert [line.replace("ends", "starts") for line in lines[1::2]] == lines[::2]
 
 
-def test_a_paced_arm_keeps_stock_vllms_pace_in_our_own_arms_process(tmp_path, monkeypatch):
-    (tmp_path / "engine_arm.py").write_text(PACED_STAND_IN)
+def _paced_arms(tmp_path, monkeypatch, script):
+    (tmp_path / "engine_arm.py").write_text(script)
     monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
     arms = {name: engine.Arm.start(name, tmp_path, ["1x8x8"]) for name in ("stock", "isojax")}
     arms[engine.PACED] = dataclasses.replace(arms["isojax"], pace=arms["stock"])
     for arm in arms.values():
         arm.wait_until_it_stands()
+    return arms
+
+
+def test_a_paced_arm_keeps_stock_vllms_pace_in_our_own_arms_process(tmp_path, monkeypatch):
+    arms = _paced_arms(tmp_path, monkeypatch, PACED_STAND_IN)
     *_, found = engine.measured(arms, ["1x8x8"], 2)
     assert [len(found[name]["rows"]) for name in arms] == [1, 1, 1]
     assert ["seconds_apart" in found[name]["rows"][0] for name in arms] == [False, False, True]
@@ -131,12 +136,7 @@ def test_a_paced_arm_keeps_stock_vllms_pace_in_our_own_arms_process(tmp_path, mo
 
 def test_a_paced_arm_does_not_run_without_a_pace(tmp_path, monkeypatch):
     """Stock vLLM has died: there is nothing to compare with."""
-    (tmp_path / "engine_arm.py").write_text(PACED_STAND_IN.replace("batch_invariant", "stock"))
-    monkeypatch.setattr(engine, "__file__", str(tmp_path / "engine.py"))
-    arms = {name: engine.Arm.start(name, tmp_path, ["1x8x8"]) for name in ("stock", "isojax")}
-    arms[engine.PACED] = dataclasses.replace(arms["isojax"], pace=arms["stock"])
-    for arm in arms.values():
-        arm.wait_until_it_stands()
+    arms = _paced_arms(tmp_path, monkeypatch, PACED_STAND_IN.replace("batch_invariant", "stock"))
     *_, found = engine.measured(arms, ["1x8x8"], 1)
     assert [len(found[name]["rows"]) for name in arms] == [0, 1, 0]
 

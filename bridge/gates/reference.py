@@ -22,6 +22,8 @@ ROWS = 64
 """Rows that are evaluated: several of each kind of hazard."""
 LENGTH = 700
 """Positions of a history in which a planted fault shows: in a longer one its roundings hide what a position does."""
+BEYOND = 188
+"""Positions of a longer one's second split."""
 SUBNORMAL = 2.0**-100
 """Absolute slack: what flushed subnormals can move."""
 
@@ -56,9 +58,9 @@ def _check(card: Card, program: SealedProgram) -> list[Hit]:
         _require_all_close(program, launch(program, operands), expected, rows)
 
     compare(card.launch)
-    if program.region in ATTENTION and (several := int(dict(program.constants)["split"]) + 188) > LENGTH:
-        # Where a history has more than one split, and this one has.
-        longer, longer_expected, longer_rows = _attention_case(card, program, several)
+    if program.region in ATTENTION and LENGTH < (split := int(dict(program.constants)["split"])) < _longest(card):
+        # None of that history's rows has more than one split.
+        longer, longer_expected, longer_rows = _attention_case(card, program, split + BEYOND)
         _require_all_close(program, card.launch(program, longer), longer_expected, longer_rows)
     return require_all_caught(card, program, [fault for fault in faults_of(program) if fault.coarse], compare)
 
@@ -186,12 +188,16 @@ def _token_log_probs(operands: Operands, constants: Constants) -> list[Expected]
     return [(value.gather(1, targets)[:, 0], tolerance.gather(1, targets)[:, 0])]
 
 
+def _longest(card: Card) -> int:
+    """Positions of the longest history that trainer and engine can both hold."""
+    return min(card.bundle.shapes.max_context, max(card.bundle.shapes.trainer_tokens) - 8)
+
+
 def _attention_case(
     card: Card, program: SealedProgram, most_positions: int
 ) -> tuple[dict[str, torch.Tensor], list[Expected], slice]:
     """A whole sequence of ordinary rows: packed, or as one chunk of queries at the end of its pages, or one by one."""
-    tokens, shapes = tokens_of(program), card.bundle.shapes
-    longest = min(shapes.max_context, max(shapes.trainer_tokens) - 8, most_positions)
+    tokens, longest = tokens_of(program), min(_longest(card), most_positions)
     length = min(longest, tokens - 8) if program.region == "attention" else longest
     histories = make_histories(sizes_of(program), [length], card.device, hazards=False)
     if program.region == "attention":
