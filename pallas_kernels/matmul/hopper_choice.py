@@ -20,6 +20,8 @@ SMALL_TOKENS = 64
 NARROW = 1024
 #: From so many tiles a block on, two warpgroups take a tile together.
 MANY_ROUNDS = 4
+#: More leaves than these in a block stream slower behind a deep ring: eight of 32 tokens took 1.4 times as long.
+DEEP_LEAVES, DEEP, SHALLOW = 4, 10, 6
 #: Columns of a warpgroup's tile whose sums fit registers and shared memory, by leaves.
 WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
 #: Both products of a gated tile, whose sums are combined beside each other in the registers.
@@ -59,7 +61,8 @@ def _small_tile(N: int, leaves: int, depth: int, within: int) -> SmallTile:
     parallel = 1 if leaves == 1 or sm_count() < 2 * -(-N // ROWS) else min(leaves, 4 if N <= NARROW else 2)
     fitting = [rows for rows in (16, 32, 48) if parallel * -(-N // rows) <= sm_count()]
     rows = ROWS if within or parallel > 2 or not fitting else fitting[0]
-    stages = (6 if rows == ROWS else 8) if parallel > 1 else 10
+    ring = DEEP if leaves <= DEEP_LEAVES else SHALLOW
+    stages = (6 if rows == ROWS else 8) if parallel > 1 else ring
     return SmallTile(rows=rows, depth=depth, stages=stages, parallel=parallel)
 
 

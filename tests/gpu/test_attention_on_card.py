@@ -5,9 +5,8 @@ import torch
 from gpu_tools import assert_equal_bits, launcher, normal, relative_error
 
 from pallas_kernels.attention.hopper import attention_program, paged_attention_program
+from pallas_kernels.attention.spec import DEFAULT_SPLIT as SPLIT
 from pallas_kernels.residual_add.hopper import residual_add_program
-
-SPLIT = 512
 
 
 def _reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, scale: float) -> torch.Tensor:
@@ -174,11 +173,11 @@ def test_parallel_splits_equal_splits_in_turn(compiler, H, K, D):
 @pytest.mark.parametrize("page", [16, 128])
 def test_single_tokens_of_every_context_equal_packed(compiler, page):
     """More items than blocks, in turns of the lookup, around the edges of blocks and splits and over many of them."""
-    lengths = [1, 2, 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 1300, 4097, 20000]
+    lengths = [1, 2, 127, 128, 129, 512, 1023, 1024, 1025, 1300, 2047, 2048, 2049, 4097, 20000]
     batch = Batch(lengths, 16, 4, 128)
     packed = batch.packed(compiler)
     singles = [(number, length - 1, length) for number, length in enumerate(lengths)]
-    chunks = [(12, 3000, 3100), (11, 1200, 1290)]
+    chunks = [(13, 3000, 3100), (9, 1200, 1290)]
     wanted = [*singles, chunks[0], *singles * 10, chunks[1], *singles[3:], *singles * 20]
     for options in ({}, {"scratch_bytes": 0}):
         out = batch.paged(compiler, wanted, page, 704, **options)
@@ -192,7 +191,7 @@ def test_single_tokens_of_every_context_equal_packed(compiler, page):
 @pytest.mark.parametrize(("H", "K", "D"), [(1, 1, 64), (9, 1, 128), (64, 1, 80), (64, 1, 128), (128, 2, 256)])
 def test_single_tokens_equal_packed_whatever_heads_share_a_key_head(compiler, H, K, D):
     """Of one split, which decode finishes itself, and of several, which it leaves to the merge."""
-    lengths = [1, 64, 128, 300, 511, 512, 513, 1025]
+    lengths = [1, 64, 128, 300, 512, 1023, 1024, 1025]
     batch = Batch(lengths, H, K, D)
     packed = batch.packed(compiler)
     singles = [(number, length - 1, length) for number, length in enumerate(lengths)]
@@ -273,7 +272,7 @@ def test_decode_which_starts_early_sees_what_was_written_just_before(compiler, s
 
     Without tiles not requests and positions, which that kernel reads meanwhile.
     """
-    lengths, page, H, K, D = [40, 300, 512, 513, 900, 1300, 17, 129], 16, 32, 8, 128
+    lengths, page, H, K, D = [40, 300, 1024, 1025, 900, 1300, 17, 129], 16, 32, 8, 128
     T, per = len(lengths), -(-max(lengths) // page)
     sizes = {"pages": T * per, "page": page, "requests": T, "request_pages": per}
     options = {"scale": D**-0.5, "split": SPLIT, "single_tokens_only": single_tokens_only}

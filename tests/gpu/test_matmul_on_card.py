@@ -70,12 +70,15 @@ def test_every_form_and_tile_gives_a_row_the_same_bits(compiler, leaves, make):
             continue
         if isinstance(tile, LargeTile) and tile.rows * tile.columns > 64 * LARGEST_COLUMNS[leaves]:
             continue
+        if (T, leaves, tile) == (128, 8, SmallTile(warpgroups=2, stages=3)):
+            # No two steps fit beside the sums that wait.
+            continue
         run = launcher(compiler, matmul_program(T, N, K, leaves=leaves, tile=tile))
         for first in (0, 1024 - T):
             found = run(x[first : first + T].clone(), w)[0]
             assert_equal_bits(found, expected[first : first + T], f"T={T} rows from {first}, {tile}")
         ran += 1
-    assert ran >= {1: 46, 2: 58, 4: 68, 8: 53}[leaves]
+    assert ran == {1: 46, 2: 58, 4: 68, 8: 52}[leaves]
 
 
 @pytest.mark.parametrize("leaves", [2, 4, 8])
