@@ -12,11 +12,8 @@ from markdown_table import table as _table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
-#: A row of a later file stands only where no earlier one has it. All but the first timed cuBLAS first.
-MATMUL_FILES = tuple(
-    f"matmul_{name}h200.json"
-    for name in ("turns_", "few_tokens_", "two_leaves_", "", "two_eight_leaves_", "tiles_", "2048_")
-)
+#: A row of a later file stands only where no earlier one has it. The last one timed cuBLAS first.
+MATMUL_FILES = tuple(f"matmul_{name}_h200.json" for name in ("turns", "eight_leaves", "tiles"))
 #: What a ratio to cuBLAS should be at most, by leaves, for many tokens; for few it is 1, else `MIDDLE_AIM`.
 LARGE_AIMS = {1: 1.0, 2: 1.05, 4: 1.05, 8: 1.1}
 FEW_TOKENS, MIDDLE_TOKENS, MIDDLE_AIM = 64, 512, 1.05
@@ -25,12 +22,9 @@ PREFILL_AIM, DECODE_AIM = 1.15, 1.1
 ATTENTION_FILES = ("attention_decode_h200.json", "attention_prefill_h200.json")
 #: Each with the arms that are taken from it.
 ENGINE_FILES = {
-    "engine_qwen3_8b_paced_h200.json": ("isojax", "isojax_paced"),
-    "engine_qwen3_8b_h200.json": ("isojax",),
+    "engine_qwen3_8b_h200.json": ("isojax", "isojax_paced"),
     "engine_qwen3_8b_batch_invariant_h200.json": ("batch_invariant",),
-    "engine_qwen3_1b7_h200.json": ("isojax",),
-    "engine_qwen3_8b_turns_h200.json": ("isojax",),
-    "engine_qwen3_1b7_turns_h200.json": ("isojax", "isojax_llm"),
+    "engine_qwen3_1b7_h200.json": ("isojax", "isojax_llm"),
 }
 ENGINE_AIMS = {"8x8192x64": 1.05}
 TRAINING_AIM = 1.05

@@ -14,14 +14,10 @@ FOLDER = BENCHMARKS / "results"
 RESULTS = ("matmul_tiles_h200.json", "matmul_tall_h200.json")
 #: How many rows of a file are of committed tiles.
 COMMITTED = {
-    "matmul_2048_h200": 5,
-    "matmul_few_tokens_h200": 45,
-    "matmul_h200": 36,
+    "matmul_eight_leaves_h200": 20,
     "matmul_tall_h200": 15,
     "matmul_tiles_h200": 40,
-    "matmul_turns_h200": 39,
-    "matmul_two_eight_leaves_h200": 24,
-    "matmul_two_leaves_h200": 14,
+    "matmul_turns_h200": 195,
 }
 #: Two runs are compared where cuBLAS took as long in both, else the card was in another state.
 SAME_STATE = 0.08
