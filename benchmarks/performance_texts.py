@@ -16,9 +16,8 @@ steps start no sooner after each other than stock vLLM's do. Where seconds are f
 for the host: of 256 requests stock vLLM ranks and wraps every token's value at every step, a rollout keeps them on the
 device (`bridge/sampled_log.py`).
 
-The arms of a file took turns, run by run, on a machine that did nothing else; those of
-`engine_qwen3_8b_batch_invariant` came one after the other. On 1.7B shapes the host sets the pace of one request:
-`engine_alone_qwen3_1b7_h200.json` says where its time goes.
+The arms of a file took turns, run by run; those of `engine_qwen3_8b_batch_invariant` came one after the other. On 1.7B
+shapes the host sets the pace of one request: `engine_alone_qwen3_1b7_h200.json` says where its time goes.
 """
 
 TRAINING = """
