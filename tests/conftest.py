@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 import tempfile
 
 import pytest
@@ -42,17 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not any("gpu" in item.path.parts for item in items):
             # Here a CPU computes the interpreter and what results are close to, and most of that time is LLVM's.
             os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-        sys.modules |= dict.fromkeys(_NEVER_THERE)
         return
     reason = f"kernels are sealed with jax {SEALING_JAX} only, found {jax.__version__}: see `make seal-env`"
     for item in items:
         if item.get_closest_marker("sealing"):
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-#: Modules that MLIR's Python looks for again with every operation of a sealed module that it is asked for. None says
-#: that there are none, as looking for them does: a fifth of the time that sealing takes.
-_NEVER_THERE = ("jaxlib.mlir.dialects.stable_mosaic_gpu", "jaxlib.mosaic.python.stable_mosaic_gpu", "jax.jaxlib")
 
 
 def _file_seconds(item: pytest.Item) -> int:

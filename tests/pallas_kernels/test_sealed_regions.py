@@ -1,6 +1,8 @@
 """Every region lowers for sm90 on a machine without a card, and XLA's call holds exactly the sealed bytes."""
 
+import importlib.util
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jaxlib.mlir import ir
 
 import pallas_kernels as kernels
 from contracts.errors import BadBundle, KernelMissing
-from pallas_kernels import kernel_source
+from pallas_kernels import kernel_source, seal
 from pallas_kernels.hopper_regions import region_program, seal_region
 from pallas_kernels.region import REGIONS
 from pallas_kernels.seal import FUSING, seal_program
@@ -76,6 +78,17 @@ def test_every_launch_waits_for_the_one_before(name):
     for module in seal_region(REGIONS[name], types, parameters).modules:
         for needed in (b"mosaic_gpu.uses_pdl", b"griddepcontrol.wait;", b"griddepcontrol.launch_dependents;"):
             assert needed in module.module, f"{module.name}: {needed!r}"
+
+
+def test_what_sealing_does_not_look_for_is_hidden_meanwhile_and_only_where_it_is_missing():
+    with seal._not_looked_for(("planted_and_missing", "json")):
+        assert importlib.util.find_spec("json")
+        assert sys.modules["planted_and_missing"] is None
+    assert "planted_and_missing" not in sys.modules
+    assert importlib.import_module("json").dumps(1) == "1"
+    for name in seal._NEVER_THERE:
+        with pytest.raises(ImportError):
+            importlib.import_module(name)
 
 
 #: What a register layout of several dimensions is read or written through: ldmatrix and stmatrix, for 32-bit integers
