@@ -135,7 +135,11 @@ def main() -> None:
     groups = [_cases(*shape) for shape in shapes]
     if arguments.chosen or arguments.tile:
         groups = [
-            [Case(*shape, choose_tile(*shape)), *(case for case in cases if _wanted(case.tile, arguments.tile))]
+            list(
+                dict.fromkeys(
+                    (Case(*shape, choose_tile(*shape)), *(case for case in cases if _wanted(case.tile, arguments.tile)))
+                )
+            )
             for shape, cases in zip(shapes, groups, strict=True)
         ]
     cases = [case for group in groups for case in group]

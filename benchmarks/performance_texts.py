@@ -17,7 +17,8 @@ for the host: of 256 requests stock vLLM ranks and wraps every token's value at 
 device (`bridge/sampled_log.py`).
 
 The arms of a file took turns, run by run; those of `engine_qwen3_8b_batch_invariant` came one after the other. On 1.7B
-shapes the host sets the pace of one request: `engine_alone_qwen3_1b7_h200.json` says where its time goes.
+shapes the host sets the pace of one request: `engine_alone_qwen3_1b7_h200.json`, of a day earlier, says where its time
+went.
 """
 
 TRAINING = """
@@ -35,26 +36,29 @@ of one machine, and its arms one after the other. With 16 layers of Qwen3-8B's s
 MISSES = """
 ## What misses its aim
 
-- **256 requests, device time: 1.04**, on both models' shapes; in seconds a rollout takes 0.96 and 0.87. The card is at
-  its power limit, where whoever pauses more computes faster. On Qwen3-8B's shapes ours drew 694 W at 1545 of 1980 MHz,
-  a step every 12.7 ms, stock vLLM 690 W at 1665 MHz, a step every 13.2 ms, both capped in every sample
-  (`engine_power_qwen3_8b_h200.json`). Ours take fewer cycles of the card: at stock vLLM's pace they take 0.99 of its
-  time on the card at 1590 MHz. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without
-  attention's first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain. What is
-  left is energy: decode attention has 4 query heads a key head, and the tensor cores multiply 64 rows for them.
+- **256 requests, device time: 1.04**, on both models' shapes; in seconds a rollout takes 0.96 and 0.87. On Qwen3-8B's
+  shapes the card is at its power limit, where whoever pauses more computes faster: ours drew 694 W at 1545 of 1980 MHz,
+  stock vLLM 690 W at 1665 MHz, both capped in every sample (`engine_power_qwen3_8b_h200.json`), with a step every 12.7
+  ms and every 13.2 ms (`engine_qwen3_8b_h200.json`). Ours take fewer cycles of the card: at stock vLLM's pace they take
+  0.99 of its time on the card at 1590 MHz. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps
+  without attention's first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain.
+  Probably what is left is energy: decode attention has 4 query heads a key head, and the tensor cores multiply 64 rows
+  for them.
 - **Prefill attention over packed keys, 1 x 8192: 1.22** (1.15); over pages, as the engine runs it, 1.13. In turns both
   sides meet the card at its power limit: ours scatters by 143 us, FlashAttention 3 by 84. Tried, all kept: the next
   head's queries and keys come while one is computed, a split joins the earlier ones under the next one's scores, a mask
   costs two instructions, splits of 1024 positions instead of 512. What sets the pace is the chain of one warpgroup
   (scores, softmax, weights), not the tensor cores; the overlap that FlashAttention 3 has would need the registers that
   the declared order of the splits takes.
-- **Matmul of four leaves, which is what is shipped**: of 48 shapes four are above their aim, 4096 columns of K = 4096
-  at 256 tokens with 1.12 and of K = 12288 at 1024 tokens with 1.08, 6144 columns at 512 tokens and 24576 at 256 tokens
-  with 1.07. Ours scatters by up to 8% there, cuBLAS by up to 9%. All tiles were measured for these, and the committed
-  one is the fastest; not tried are leaves in runs of two for K = 12288 at 1024 tokens, which 2048 and more have.
-- **Matmul of one leaf, 128 to 512 tokens**: K = 12288 takes 1.32 of 128 and 1.21 of 256 tokens, K = 4096 with 4096 and
-  6144 columns 1.07 of 256 and with 24576 columns 1.11 of 512. One chain of sums is one block's, so there are too few
-  blocks; four leaves take 0.93 and 1.02 of K = 12288. From 1024 tokens on it is at most 1.01.
+- **Matmul of four leaves, which is what is shipped**: of 48 shapes four are above their aim when rounded to two places,
+  4096 columns of K = 4096 at 256 tokens with 1.12 and of K = 12288 at 1024 tokens with 1.08, 6144 columns at 512 tokens
+  and 24576 at 256 tokens with 1.07. Ours scatters by up to 8% there, cuBLAS by up to 9%. Three to eleven tiles were
+  measured for each of these in an earlier run (`matmul_tiles_h200.json`), leaves in runs of two among them; the
+  committed one was the fastest.
+- **Matmul of one leaf, 128 to 512 tokens**: K = 12288 takes 1.32 of 128 and 1.21 of 256 tokens: one chain of sums is
+  one block's, so there are too few blocks, and four leaves take 0.93 and 1.02. K = 4096 takes 1.07 of 256 tokens with
+  4096 and 6144 columns, and 1.11 of 512 with 24576, where ours scatters by 9% and cuBLAS by 13%. From 1024 tokens on it
+  is at most 1.01, where 1.00 is the aim.
 - **Matmul of two and eight leaves, which no shipped policy has**: up to 1.26 of 128 to 512 tokens; from 1024 tokens on
   two leaves take 1.06 to 1.09 where they miss 1.05, eight 1.11 to 1.16 where they miss 1.10. Every leaf's sum waits in
   registers or shared memory until it is added, which leaves room for narrower tiles only. Leaves in runs of two or

@@ -35,7 +35,7 @@ FUSING = ("attention", "paged_attention", "paged_decode_attention")
 
 _DUMP_NAME = "mosaic_gpu.dump_basename"
 _FAST_MATH = "fastmath"
-#: Modules that MLIR's Python looks for again with every operation it hands out, a sixth of the time that sealing takes.
+#: Modules that MLIR's Python looks for again with every operation it hands out.
 _NEVER_THERE = ("jaxlib.mlir.dialects.stable_mosaic_gpu", "jaxlib.mosaic.python.stable_mosaic_gpu", "jax.jaxlib")
 
 
@@ -213,4 +213,5 @@ def _not_looked_for(names: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         for name in absent:
-            sys.modules.pop(name, None)
+            if sys.modules.get(name) is None:
+                sys.modules.pop(name, None)

@@ -80,7 +80,7 @@ def test_every_launch_waits_for_the_one_before(name):
             assert needed in module.module, f"{module.name}: {needed!r}"
 
 
-def test_what_sealing_does_not_look_for_is_hidden_meanwhile_and_only_where_it_is_missing():
+def test_what_sealing_does_not_look_for_is_hidden_meanwhile_and_only_where_it_is_not_imported():
     with seal._not_looked_for(("planted_and_missing", "json")):
         assert importlib.util.find_spec("json")
         assert sys.modules["planted_and_missing"] is None
