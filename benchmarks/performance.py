@@ -186,7 +186,8 @@ def _step() -> str:
     between = ", ".join(found["between_regions"]) or "nothing"
     what = (
         f"Qwen3-8B shapes, {found['batch']} sequences of about 350 tokens, {found['device_us_a_step']:.0f} us on the "
-        "device.\nLaunches are chained, so a kernel's time is what it adds after all that started before it"
+        "device.\nLaunches are chained, so a kernel's time is what it adds after all that started before it; kernels\n"
+        "that prompts launch, too, have the scatter of those in it"
     )
     table = _table(("kernel", "launches", "us"), lines)
     return f"## A decode step in vLLM\n\n{what}.\nBetween the regions of a layer: {between}.\n\n{table}"

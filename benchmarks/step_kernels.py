@@ -74,7 +74,8 @@ def of_a_step(
 ) -> list[dict[str, Any]]:
     """Launches and microseconds a step, the longest first, of what the run of so many more steps launched more often.
 
-    What both runs launched as often, such as the prompts' kernels, is of no step: its times differ by chance.
+    What both runs launched as often, such as a kernel of prompts alone, is of no step: its times differ by chance.
+    Those that prompts and steps share keep that error; of attention's tiles it was once 62 us a step.
     """
     rows = []
     for kernel, (launches, us) in many.items():
