@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,7 @@ def write_folders(folders: Sequence[Path], weights: Path | None, scratch: Path) 
 def _environment(folder: Path) -> dict[str, str]:
     from timing import environment
 
-    return {**environment(), "policy": folder.name}
+    return {**environment(), "vllm": version("vllm"), "policy": folder.name}
 
 
 def compared(arms: dict[str, Any]) -> dict[str, Any]:

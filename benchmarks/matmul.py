@@ -135,12 +135,8 @@ def main() -> None:
     groups = [_cases(*shape) for shape in shapes]
     if arguments.chosen or arguments.tile:
         groups = [
-            list(
-                dict.fromkeys(
-                    (Case(*shape, choose_tile(*shape)), *(case for case in cases if _wanted(case.tile, arguments.tile)))
-                )
-            )
-            for shape, cases in zip(shapes, groups, strict=True)
+            [chosen, *(case for case in cases if case != chosen and _wanted(case.tile, arguments.tile))]
+            for chosen, cases in zip((Case(*shape, choose_tile(*shape)) for shape in shapes), groups, strict=True)
         ]
     cases = [case for group in groups for case in group]
     with ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool:

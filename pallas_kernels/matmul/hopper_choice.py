@@ -20,7 +20,8 @@ SMALL_TOKENS = 64
 NARROW = 1024
 #: From so many tiles a block on, two warpgroups take a tile together.
 MANY_ROUNDS = 4
-#: More leaves than these in a block stream slower behind a deep ring: eight of 32 tokens took 1.4 of cuBLAS's time.
+#: More leaves than these in a block have a shallow ring: behind a deep one eight took 1.07 to 1.41 of cuBLAS's time at
+#: 16 and 32 tokens, where the shallow one took 0.90 to 0.98; at 8 and 64 both took the same. Why is not known.
 DEEP_LEAVES, DEEP, SHALLOW = 4, 10, 6
 #: Columns of a warpgroup's tile whose sums fit registers and shared memory, by leaves.
 WIDEST = {1: 256, 2: 128, 4: 128, 8: 128}
@@ -62,7 +63,7 @@ def _small_tile(N: int, leaves: int, depth: int, within: int) -> SmallTile:
     fitting = [rows for rows in (16, 32, 48) if parallel * -(-N // rows) <= sm_count()]
     rows = ROWS if within or parallel > 2 or not fitting else fitting[0]
     ring = DEEP if leaves <= DEEP_LEAVES else SHALLOW
-    stages = (6 if rows == ROWS else 8) if parallel > 1 else ring
+    stages = (SHALLOW if rows == ROWS else 8) if parallel > 1 else ring
     return SmallTile(rows=rows, depth=depth, stages=stages, parallel=parallel)
 
 

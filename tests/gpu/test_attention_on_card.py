@@ -97,7 +97,8 @@ class Batch:
 
 
 HEADS = [(2, 2, 64), (3, 1, 64), (8, 1, 128), (14, 2, 64), (16, 2, 128), (4, 2, 256), (4, 2, 80), (4, 2, 96)]
-LENGTHS = [1, 15, 129, 1100, 16, 2600, 17]
+#: The last key of one is the first of its second split; another has three.
+LENGTHS = [1, 15, 129, 1025, 16, 2600, 17]
 
 
 @pytest.mark.parametrize(("H", "K", "D"), HEADS)
@@ -109,7 +110,7 @@ def test_packed_attention_is_right_and_alone_equals_together(compiler, H, K, D):
         rows = batch.rows(number, 0, length)
         expected = _reference(batch.q[rows], batch.k[rows], batch.v[rows], 0, batch.scale)
         assert relative_error(out[rows], expected) < 6e-3, f"length {length}"
-    for number in (2, 3):
+    for number in (2, 3, 5):
         alone = Batch([LENGTHS[number]], H, K, D)
         rows = batch.rows(number, 0, LENGTHS[number])
         for name in ("q", "k", "v"):
@@ -122,7 +123,7 @@ def test_packed_attention_is_right_and_alone_equals_together(compiler, H, K, D):
 def test_pages_equal_packed_in_prefill_chunks_and_decode(compiler, H, K, D, page):
     batch = Batch(LENGTHS, H, K, D)
     packed = batch.packed(compiler)
-    wanted = [(3, 1099, 1100), (5, 1940, 2600), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 7, 9)]
+    wanted = [(3, 1024, 1025), (5, 1940, 2600), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 7, 9)]
     out = batch.paged(compiler, wanted, page, 696)
     at = 0
     for number, start, stop in wanted:
@@ -135,7 +136,7 @@ def test_pages_equal_packed_in_prefill_chunks_and_decode(compiler, H, K, D, page
 def test_splits_in_parallel_in_a_mixed_batch_equal_packed(compiler, H, K, D):
     batch = Batch(LENGTHS, H, K, D)
     packed = batch.packed(compiler)
-    wanted = [(3, 1099, 1100), (5, 2588, 2600), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 16, 17)]
+    wanted = [(3, 1024, 1025), (5, 2588, 2600), (2, 128, 129), (4, 0, 16), (0, 0, 1), (6, 16, 17)]
     for options in ({}, {"blocks": 3}, {"scratch_bytes": 0}):
         out = batch.paged(compiler, wanted, 16, 48, **options)
         at = 0
@@ -150,7 +151,7 @@ def test_neither_a_bound_on_the_pages_nor_rows_beyond_32_bit_elements_move_a_bit
     batch = Batch(LENGTHS, 16, 2, 128)
     assert 2**20 * 16 * 2 * 128 > 2**31
     packed = batch.packed(compiler)
-    wanted = [(3, 1099, 1100), (5, 1940, 2600), (2, 128, 129), (4, 0, 16)]
+    wanted = [(3, 1024, 1025), (5, 1940, 2600), (2, 128, 129), (4, 0, 16)]
     out = batch.paged(compiler, wanted, 16, 696, least_pages=least_pages, bound=2**20)
     at = 0
     for number, start, stop in wanted:
@@ -191,7 +192,7 @@ def test_single_tokens_of_every_context_equal_packed(compiler, page):
 @pytest.mark.parametrize(("H", "K", "D"), [(1, 1, 64), (9, 1, 128), (64, 1, 80), (64, 1, 128), (128, 2, 256)])
 def test_single_tokens_equal_packed_whatever_heads_share_a_key_head(compiler, H, K, D):
     """Of one split, which decode finishes itself, and of several, which it leaves to the merge."""
-    lengths = [1, 64, 128, 300, 512, 1023, 1024, 1025]
+    lengths = [1, 64, 128, 300, 512, 1023, 1024, 1025, 2049]
     batch = Batch(lengths, H, K, D)
     packed = batch.packed(compiler)
     singles = [(number, length - 1, length) for number, length in enumerate(lengths)]
@@ -254,7 +255,7 @@ def test_decode_steps_without_tiles_equal_packed_and_pad_with_zeros(compiler, H,
 def test_requests_with_several_tokens_are_nan_not_wrong_where_there_are_no_tiles(compiler):
     batch = Batch(LENGTHS, 16, 2, 128)
     packed = batch.packed(compiler)
-    wanted = [(3, 1099, 1100), (6, 7, 9), (5, 2599, 2600), (4, 0, 16), (0, 0, 1)]
+    wanted = [(3, 1024, 1025), (6, 7, 9), (5, 2599, 2600), (4, 0, 16), (0, 0, 1)]
     out = batch.paged(compiler, wanted, 16, 24, single_tokens_only=True)
     at = 0
     for number, start, stop in wanted:

@@ -15,6 +15,7 @@ RESULTS = ("matmul_tiles_h200.json", "matmul_tall_h200.json")
 #: How many rows of a file are of committed tiles.
 COMMITTED = {
     "matmul_eight_leaves_h200": 16,
+    "matmul_few_tokens_h200": 45,
     "matmul_tall_h200": 15,
     "matmul_tiles_h200": 40,
     "matmul_turns_h200": 195,

@@ -1,5 +1,6 @@
 """Every region lowers for sm90 on a machine without a card, and XLA's call holds exactly the sealed bytes."""
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -86,6 +87,24 @@ def test_what_sealing_does_not_look_for_is_hidden_meanwhile_and_only_where_it_is
         assert sys.modules["planted_and_missing"] is None
     assert "planted_and_missing" not in sys.modules
     assert importlib.import_module("json").dumps(1) == "1"
+
+
+def test_sealing_looks_for_no_module_that_is_never_there(monkeypatch):
+    looked_for = []
+
+    class Watching:
+        def find_spec(self, name, path=None, target=None):
+            looked_for.append(name)
+
+    operands, parameters = CALLS["residual_add"]
+    types = tuple((operand.shape, str(operand.dtype)) for operand in operands)
+    (module,) = seal_region(REGIONS["residual_add"], types, parameters).modules
+    monkeypatch.setattr(sys, "meta_path", [Watching(), *sys.meta_path])
+    assert seal.strip(module.module, fuses=False) == module.module
+    assert not set(looked_for) & set(seal._NEVER_THERE)
+    monkeypatch.setattr(seal, "_not_looked_for", lambda names: contextlib.nullcontext())
+    seal.strip(module.module, fuses=False)
+    assert set(looked_for) & set(seal._NEVER_THERE)
     for name in seal._NEVER_THERE:
         with pytest.raises(ImportError):
             importlib.import_module(name)
