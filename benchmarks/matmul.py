@@ -122,15 +122,17 @@ def main() -> None:
     parser.add_argument("--leaves", default="1,4")
     parser.add_argument("--chosen", action="store_true", help="time the committed choice alone, not all tiles")
     parser.add_argument("--tile", help="beside the committed choice, only tiles whose text has this in it")
+    parser.add_argument("--shape", action="append", help="COLUMNSxINNER, instead of those of Qwen3-8B and its head")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     tokens, leaves = ([int(v) for v in text.split(",")] for text in (arguments.tokens, arguments.leaves))
+    given = [tuple(int(v) for v in text.split("x")) for text in arguments.shape or ()]
     shapes = [
         (T, N, K, count)
         for T, count in itertools.product(tokens, leaves)
         # A result's elements are numbered with 32 bits.
-        for N, K in (*SHAPES, *([HEAD] if count == 1 and T * HEAD[0] < 2**31 else []))
+        for N, K in given or (*SHAPES, *([HEAD] if count == 1 and T * HEAD[0] < 2**31 else []))
     ]
     groups = [_cases(*shape) for shape in shapes]
     if arguments.chosen or arguments.tile:
