@@ -41,6 +41,7 @@ CLUSTER = [
     ClusterTile(parallel=2),
     ClusterTile(parallel=2, columns=64),
     ClusterTile(parallel=4, columns=64),
+    ClusterTile(parallel=4, columns=128),
 ]
 
 

@@ -25,6 +25,7 @@ ENGINE_FILES = {
     "engine_qwen3_8b_h200.json": ("isojax", "isojax_paced"),
     "engine_qwen3_8b_batch_invariant_h200.json": ("batch_invariant",),
     "engine_qwen3_1b7_h200.json": ("isojax", "isojax_llm"),
+    "engine_qwen3_1b7_batch_invariant_h200.json": ("batch_invariant",),
 }
 ENGINE_AIMS = {"8x8192x64": 1.05}
 TRAINING_AIM = 1.05

@@ -9,13 +9,13 @@ and a whole GRPO step were measured while splits of attention still had 512 posi
 """
 
 ENGINE = """
-Medians of three runs (of `batch_invariant` two, a day earlier), in parentheses their spread (largest less smallest),
-and ratios of the medians; vLLM 0.26, pages of 16 positions. Our steps have up to 8192 tokens, stock vLLM's up to 16384.
-`isojax` is a rollout, `VllmEngine.generate`, which hands out every token with its log-probability; `isojax_llm` is the
-same engine asked for them through `vllm.LLM`, as stock vLLM is; `isojax_paced` is a rollout whose steps start no sooner
-after each other than stock vLLM's do. Where seconds are far above device time, the engine waits for the host: of 256
-requests stock vLLM ranks and wraps every token's value at every step, a rollout keeps them on the device
-(`bridge/sampled_log.py`).
+Medians of three runs (of `batch_invariant` on 8B shapes two, a day earlier), in parentheses their spread (largest less
+smallest), and ratios of the medians; vLLM 0.26, pages of 16 positions. Our steps have up to 8192 tokens, stock vLLM's
+up to 16384. `isojax` is a rollout, `VllmEngine.generate`, which hands out every token with its log-probability;
+`isojax_llm` is the same engine asked for them through `vllm.LLM`, as stock vLLM is; `isojax_paced` is a rollout whose
+steps start no sooner after each other than stock vLLM's do. Where seconds are far above device time, the engine waits
+for the host: of 256 requests stock vLLM ranks and wraps every token's value at every step, a rollout keeps them on the
+device (`bridge/sampled_log.py`).
 
 The arms of a file took turns, run by run; those of `engine_qwen3_8b_batch_invariant` came one after the other. On 1.7B
 shapes the host sets the pace of one request: `engine_alone_qwen3_1b7_h200.json`, of a day earlier, says where its time

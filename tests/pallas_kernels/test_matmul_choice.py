@@ -14,6 +14,7 @@ FOLDER = BENCHMARKS / "results"
 RESULTS = ("matmul_tiles_h200.json", "matmul_tall_h200.json")
 #: How many rows of a file are of committed tiles.
 COMMITTED = {
+    "matmul_1b7_tiles_h200": 16,
     "matmul_eight_leaves_h200": 16,
     "matmul_few_tokens_h200": 45,
     "matmul_tall_h200": 15,
