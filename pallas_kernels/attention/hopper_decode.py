@@ -191,7 +191,7 @@ def decode_attention(
         def _compute() -> None:
             # The tiles' launch only writes `out`, so behind it tokens are looked up and keys loaded meanwhile.
             wait()
-            nothing = softmax.empty_state(D)
+            nothing, start = softmax.empty_state(D), softmax.start_state(D, G)
 
             def fill_other(row: jax.Array) -> None:
                 before, own, after = (owners_T[jnp.clip(row + step, 0, T - 1)] for step in (-1, 0, 1))
@@ -242,7 +242,7 @@ def decode_attention(
             ) -> tuple[jax.Array, State]:
                 # Only a last block that the sequence does not fill needs the mask, and zeros beyond the end.
                 full = jnp.minimum(end, lax.div(last + 1, jnp.int32(B)))
-                carry = (done, *nothing)
+                carry = (done, *start)
                 carry = lax.fori_loop(first, full, lambda b, c: one_block(b, c, last, masked=False), carry)
                 done, *part = lax.fori_loop(full, end, lambda b, c: one_block(b, c, last, masked=True), carry)
                 return done, State(*part)
@@ -274,7 +274,8 @@ def decode_attention(
                 slot, goes_to, first, end, last, made, done = carry
                 plgpu.barrier_wait(q_full.at[slot])
                 # A copy into wgmma's swizzled layout would have to start at a multiple of 8 heads.
-                q_smem[...] = plgpu.load(q_plain.at[slot], layout=softmax.WGMMA, optimized=False)
+                heads_RD = plgpu.load(q_plain.at[slot], layout=softmax.WGMMA, optimized=False)
+                q_smem[...] = softmax.without_idle(heads_RD, G)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(taken.at[slot])
                 done, state = all_splits(end, last, done) if parts.whole else one_split(first, end, last, done)

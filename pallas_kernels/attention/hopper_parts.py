@@ -16,10 +16,12 @@ from jax import lax
 
 from pallas_kernels.attention import hopper_softmax as softmax
 from pallas_kernels.attention.hopper_softmax import ROWS, State
-from pallas_kernels.hopper_tools import chained_kernel
+from pallas_kernels.hopper_tools import chained_kernel, sm_count
 
 #: More parts than a batch may have.
 MOST_PARTS = 2**21
+#: Blocks that merge many tokens, a multiprocessor.
+BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,8 @@ def combine_parts(parts: Parts, *, heads: int) -> Callable[..., tuple[jax.Array,
     T, H, K, G, D, E = parts.T, parts.H, parts.K, parts.G, parts.D, parts.E
     # Parts whose loads are under way at once, so that their latencies overlap: more where few blocks share the card.
     at_once = max(1, (16 if heads == 1 else 8) // heads)
+    # A step of many tokens has mostly nothing to merge, and blocks that find nothing take their time too.
+    blocks = parts.singles if heads == 1 else min(parts.singles, max(1, BLOCKS * sm_count() * heads // H))
     column = plgpu.Layout.WG_STRIDED((E,), vec_size=1)
 
     def everywhere(value: jax.Array | float, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -98,9 +102,7 @@ def combine_parts(parts: Parts, *, heads: int) -> Callable[..., tuple[jax.Array,
     ) -> None:
         # The result as an operand: it is the same memory.
         del out_before
-        number, first_head = lax.axis_index("number"), lax.axis_index("heads") * heads
-        count = merges[0, 0]
-        token, first_part, used = (merges[number + 1, place] for place in range(3))
+        first_head = lax.axis_index("heads") * heads
 
         def load(part: jax.Array, head: jax.Array) -> State:
             # A thread takes a column; a row's maximum and sum are in every thread.
@@ -109,8 +111,9 @@ def combine_parts(parts: Parts, *, heads: int) -> Callable[..., tuple[jax.Array,
             values = plgpu.load(acc.at[part * H + head], layout=column)
             return State(everywhere(stats[item, 0, row]), everywhere(stats[item, 1, row]), values)
 
-        @pl.when(number < count)
-        def _() -> None:
+        def one_token(number: jax.Array) -> jax.Array:
+            token, first_part, used = (merges[number + 1, place] for place in range(3))
+
             def some_parts(number: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                 places = [number * at_once + offset for offset in range(at_once)]
                 found = [
@@ -135,12 +138,16 @@ def combine_parts(parts: Parts, *, heads: int) -> Callable[..., tuple[jax.Array,
                 row = out_C.at[pl.ds((token * H + first_head + head) * D, D)]
                 plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(head * E, D)], row)
             plgpu.wait_smem_to_gmem(0)
+            return number + blocks
+
+        count = merges[0, 0]
+        lax.while_loop(lambda number: number < count, one_token, lax.axis_index("block"))
 
     return chained_kernel(
         kernel,
         out_type=(jax.ShapeDtypeStruct((T * H * D,), jnp.bfloat16),),
-        grid=(H // heads, parts.singles),
-        grid_names=("heads", "number"),
+        grid=(H // heads, blocks),
+        grid_names=("heads", "block"),
         kernel_name="isojax_attention_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         scratch_types=(plgpu.SMEM((heads * E,), jnp.bfloat16),),

@@ -18,6 +18,8 @@ from jax import lax
 ROWS = 64
 WGMMA = plgpu.Layout.WGMMA
 PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+#: Finite, so that nothing becomes NaN, and beyond what scores of bfloat16 queries and keys come near.
+BEYOND_SCORES = 3e38
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,22 @@ def empty_state(D: int) -> State:
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), PER_ROW),
         plgpu.layout_cast(jnp.zeros((ROWS, D), jnp.float32), WGMMA),
     )
+
+
+def start_state(D: int, rows: int) -> State:
+    """The empty state, whose rows from ``rows`` on are idle: no score reaches their maximum, so all weights are zero.
+
+    Tensor cores draw less power for zeros than for what shared memory held, and a card at its power limit is faster.
+    """
+    empty = empty_state(D)
+    row_R = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
+    return empty._replace(max_R=jnp.where(row_R < rows, empty.max_R, BEYOND_SCORES))
+
+
+def without_idle(q_RD: jax.Array, rows: int) -> jax.Array:
+    """The queries with zeros in the rows from ``rows`` on, for the same reason."""
+    row_RD = plgpu.broadcasted_iota(jnp.int32, q_RD.shape, 0, layout=WGMMA)
+    return jnp.where(row_RD < rows, q_RD, jnp.zeros((), q_RD.dtype))
 
 
 def _beside(value_R: jax.Array, values: jax.Array) -> jax.Array:

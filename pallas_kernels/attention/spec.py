@@ -25,7 +25,8 @@ _ROUNDING = (
     "blocks of 128 keys are aligned at absolute position 0; splits have `split` keys",
     "online softmax inside a split; a split starts from its own first block",
     "the first split initialises, later ones merge in ascending order; never a lazy rescale",
-    "the weights of a block sum in 64 lanes, then in halves, before they are rounded",
+    "the weights of a block sum before they are rounded: on a CPU in 64 lanes, then in halves, on a card in the order "
+    "of the sealed module's reduction",
     "weights are rounded to the operand's dtype for the product with V, a fused multiply-add chain over the block",
     "one division by the sum and one round at the end",
 )

@@ -20,7 +20,7 @@ from pallas_kernels.hopper_tools import chained_kernel, fold, swizzled
 
 ROWS, BLOCK, LEAVES = 64, 128, 8
 #: Rows of one warp-wide vector, and blocks whose sums are read at once.
-LANES, TOGETHER = 128, 8
+LANES, TOGETHER = 128, 32
 KernelCall = Callable[..., tuple[jax.Array, ...]]
 
 
