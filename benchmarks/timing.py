@@ -32,7 +32,7 @@ def in_turns(
 
     A card that has computed for a while is at its power limit and slower. Whoever came last would pay for the others.
     """
-    graphs = [_captured(calls, repeats) for calls in candidates]
+    graphs = [captured(calls, repeats) for calls in candidates]
     times: list[list[float]] = [[] for _ in candidates]
     for number in range(rounds):
         for index in range(len(graphs))[:: -1 if number % 2 else 1]:
@@ -46,7 +46,7 @@ def in_turns(
     return [(statistics.median(found), max(found) - min(found)) for found in times]
 
 
-def _captured(calls: Sequence[Callable[[], object]], repeats: int) -> tuple[torch.cuda.CUDAGraph, int]:
+def captured(calls: Sequence[Callable[[], object]], repeats: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of at least ``repeats`` calls, all in turn, which has run once; and how many it holds."""
     for call in calls:
         call()
