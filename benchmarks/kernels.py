@@ -1,7 +1,7 @@
 """Every kernel beside its baseline on one card: python benchmarks/kernels.py FOLDER [--only matmul].
 
 Runs the benchmarks of the kernels one after the other, each in a process of its own, and writes their result files into
-FOLDER under the names that `benchmarks/performance.py` reads. Attention's baseline needs vLLM.
+FOLDER under the names that `benchmarks/performance.py` reads. The baselines of attention and energy need vLLM.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ RUNS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
         ("attention_decode_h200.json", "attention.py", (*CACHE, "--rows", "decode", "--decode-lengths", "346", "640")),
         ("attention_prefill_h200.json", "attention.py", (*CACHE, "--rows", "prefill")),
     ),
+    "energy": (("energy_h200.json", "energy.py", ()),),
     "rows": (("rows_h200.json", "rows.py", ()),),
     "layer": (("layer_h200.json", "layer.py", ("--tokens", "8,256", "--length", "346", "--context", "8704")),),
 }

@@ -54,6 +54,7 @@ def page() -> str:
         _whole_steps(),
         _matmul(),
         _attention(),
+        _energy(),
         _rows(),
         _layer(),
         _step(),
@@ -90,6 +91,15 @@ def _attention() -> str:
         lines.append((row["what"] + behind + page, *times, f"{row['ratio']:.2f}", f"{aim:.2f}", rate))
     titles = ("sequences x tokens", "us", "vLLM's FlashAttention 3 us", "ratio", "aim", "rate")
     return f"## Attention\n\n{texts.ATTENTION.strip()}\n\n{_table(titles, lines)}"
+
+
+def _energy() -> str:
+    lines = []
+    for row in _load("energy_h200.json")["rows"]:
+        us, mj = (f"{row[name]:.1f} ({row[spread]:.1f})" for name, spread in (("us", "spread_us"), ("mj", "spread_mj")))
+        lines.append((row["model"], f"{row['requests']} x {row['length']}", row["arm"], us, mj, f"{row['watts']:.0f}"))
+    table = _table(("shapes", "sequences x tokens", "arm", "us", "mJ", "W"), lines)
+    return f"## Decode attention at the power limit\n\n{texts.ENERGY.strip()}\n\n{table}"
 
 
 def _engine() -> str:

@@ -4,8 +4,9 @@ INTRODUCTION = """
 Made by `benchmarks/performance.py` from the files in `benchmarks/results/`, which hold card, versions, date and
 command. Do not edit it. Kernels are timed by CUDA-graph replays over inputs larger than the L2 cache; each time is a
 median, beside the baseline of the same run. The floor is what the card's bandwidth or its tensor cores allow. Ratios
-above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. The trainer
-and a whole GRPO step were measured while splits of attention still had 512 positions instead of 1024.
+above their aim are work to be done; [the last section](#what-misses-its-aim) says what is known of them. A whole GRPO
+step was measured while splits of attention still had 512 positions instead of 1024, and matmul, prefill attention and
+norms earlier than the rest, with the same kernels.
 """
 
 ENGINE = """
@@ -18,8 +19,11 @@ for the host: of 256 requests stock vLLM ranks and wraps every token's value at 
 device (`bridge/sampled_log.py`).
 
 The arms of a file took turns, run by run; those of `engine_qwen3_8b_batch_invariant` came one after the other. On 1.7B
-shapes the host sets the pace of one request: `engine_alone_qwen3_1b7_h200.json`, of a day earlier, says where its time
-went.
+shapes the host sets the pace, which was slow there and scattered. A second call later that day found a rollout at 0.90,
+0.82, 0.85 and 1.06 of stock vLLM's seconds and at 0.85, 0.84, 0.95 and 0.98 of its device time, in the order of the
+table, and 32 requests through `vllm.LLM` at 1.02 of its seconds (`engine_qwen3_1b7_again_h200.json`; a time limit ended
+it in its fourth round of runs). `engine_alone_qwen3_1b7_h200.json`, of a day earlier, says where the time of one
+request went.
 """
 
 TRAINING = """
@@ -37,14 +41,22 @@ of one machine, and its arms one after the other. With 16 layers of Qwen3-8B's s
 MISSES = """
 ## What misses its aim
 
-- **256 requests, device time: 1.04**, on both models' shapes; in seconds a rollout takes 0.96 and 0.87. On Qwen3-8B's
-  shapes the card is at its power limit, where whoever pauses more computes faster: ours drew 694 W at 1545 of 1980 MHz,
-  stock vLLM 690 W at 1665 MHz, both capped in every sample (`engine_power_qwen3_8b_h200.json`), with a step every 12.7
-  ms and every 13.2 ms (`engine_qwen3_8b_h200.json`). Ours take fewer cycles of the card: at stock vLLM's pace they take
-  0.99 of its time on the card at 1590 MHz. Tried: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps
-  without attention's first kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain.
-  Probably what is left is energy: decode attention has 4 query heads a key head, and the tensor cores multiply 64 rows
-  for them. On Qwen3-1.7B's shapes no power was sampled; through `vllm.LLM` the same engine takes 0.99 there.
+- **256 requests on Qwen3-8B's shapes, device time: 1.01**; in seconds a rollout takes 0.92. The card is at its power
+  limit in every sample, where whoever pauses more computes faster: stock vLLM computes 11.7 of every 13.3 ms, at 1650
+  of 1980 MHz, ours 11.9 of every 12.5 ms, at 1575 MHz (`engine_power_qwen3_8b_h200.json`). At stock vLLM's pace ours
+  takes 0.95 of its time on the card. On Qwen3-1.7B's shapes, where the host leaves the card more rest, it takes 0.99
+  and 0.95. Tried before: gate, up and SwiGLU in one kernel, tiles of 128 rows, decode steps without attention's first
+  kernel, pages fetched by four warps, all kept; weights fetched into L2 ahead, without gain. Then, against 1.04: rows
+  of decode attention's products that are no query head hold zeros and get zero weights, which spares energy
+  ([above](#decode-attention-at-the-power-limit)); fewer blocks where there is nothing to merge (96 to 35 us a step) and
+  more reads in flight for the head's leaves (24 to 11 us), all kept; blocks of 16 tokens for the rotation of keys,
+  slower, and no division by a temperature of 1, no faster. What is left is probably the matmuls' energy: in turns
+  with cuBLAS, so at the power limit, the shipped ones of 256 tokens take 1.02 to 1.12 of its time ([above](#matmul)).
+  Other tiles than the committed ones were swept for them; none was kept, and no file holds it.
+- **Prompts of 8192 tokens on Qwen3-1.7B's shapes, seconds**: 1.05, and 1.06 through `vllm.LLM` and in the second call,
+  where 1.05 is the aim; in device time a decode step takes 0.98. Prefill attention is next, and steps have up to 8192
+  tokens where stock vLLM's have 16384. Tried, all kept: splits of 1024 instead of 512 positions, steps of 8192 instead
+  of 2048 tokens, what prefill attention lists below.
 - **Prefill attention over packed keys, 1 x 8192: 1.22** (1.15); over pages, as the engine runs it, 1.13. In turns both
   sides meet the card at its power limit: ours scatters by 143 us, FlashAttention 3 by 84. Tried, all kept: the next
   head's queries and keys come while one is computed, a split joins the earlier ones under the next one's scores, a mask
@@ -75,6 +87,14 @@ same temperature and power.
 
 ATTENTION = """
 32 query heads over 8 of size 128, bfloat16, splits of 1024 positions, in turns with FlashAttention 3.
+"""
+
+ENERGY = """
+256 requests, the heads of either model, splits of 1024, without pause for seconds, so that the card is at its power
+limit; each call with cuBLAS's output projection behind it, whose time and energy are in every figure. In `ours, idle
+rows as found` the rows of a product of 64 rows that are no query head hold what shared memory held; the result's bits
+are equal. In parentheses the spread of three rounds; energy is the card's own counter, which scatters by up to a tenth
+over the second of a round: at a fixed power the time says more.
 """
 
 LAYER = """

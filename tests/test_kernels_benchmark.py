@@ -8,7 +8,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import kernels
 import performance
 
-READ = {*performance.MATMUL_FILES, *performance.ATTENTION_FILES, "rows_h200.json", "layer_h200.json"}
+OTHERS = {"energy_h200.json", "rows_h200.json", "layer_h200.json"}
+READ = {*performance.MATMUL_FILES, *performance.ATTENTION_FILES, *OTHERS}
 
 
 def test_result_files_are_those_of_the_page_and_scripts_exist():
